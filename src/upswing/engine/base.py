@@ -1,0 +1,95 @@
+"""The engine's contract: tokens in, tokens and the sampling distribution's log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to sample one completion. The defaults sample from the model's own distribution."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy: log-probs are then of the untempered distribution (temperature 1)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+    """Ends the completion; the stop token is part of the completion (and is trained)."""
+    stop_strings: tuple[str, ...] = ()
+    """Ends the completion once its text contains one; every sampled token is kept."""
+    seed: int = 0
+    """Same prompt, seed, weights and batch shape: same tokens."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What was sampled. The three tuples have one entry a token, the stop token included."""
+
+    tokens: tuple[int, ...]
+    engine_logprobs: tuple[float, ...]
+    policy_version: tuple[int, ...]
+    finish_reason: FinishReason
+    entropy: tuple[float, ...] = ()
+    """Entropy in nats of the sampling distribution at each token; empty when the engine can't tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    exact_logprobs: bool = True
+    token_ids: bool = True
+    weight_updates: bool = True
+    prefix_cache: bool = True
+
+
+@runtime_checkable
+class Engine(Protocol):
+    capabilities: Capabilities
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Sample one completion of `prompt`.
+
+        `session` names a trajectory: its cache is kept after the call for the next turn, until `release(session)`.
+        Cancelling the awaiting task cancels the request and frees its memory.
+        """
+        ...
+
+    def release(self, session: str) -> None:
+        """Free what is kept for a session. Unknown sessions are ignored."""
+        ...
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load weights (Hugging Face parameter names) as policy `version`; every cached key and value is dropped."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; requests still running end as cancelled."""
+        ...
+
+
+@dataclass(kw_only=True)
+class EngineStats:
+    """Counters since the engine started."""
+
+    prefill_tokens: int = 0
+    """Tokens run through the model as prompt."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache instead."""
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    extra: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,79 @@
+"""What an environment is: where a task is played."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from upswing.trajectory.types import Message, StopReason, Task, ToolRecord
+
+Expert = Callable[[tuple[Message, ...]], str]
+"""A scripted policy for one task: the conversation so far in, the next assistant text out (no end-of-turn token)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantMessage:
+    """What the model said in one turn."""
+
+    content: str
+    """The raw text, end-of-turn token removed, nothing else changed."""
+    finished: bool = True
+    """False when the turn was cut by its token limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the environment answers."""
+
+    messages: tuple[Message, ...] = ()
+    """From `reset`: the whole conversation to start with. From `step`: only what is new; empty when done."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas (OpenAI function format) for the chat template; only from `reset`. Empty: the prompt itself
+    explains the tools."""
+    done: bool = False
+    stop_reason: StopReason | None = None
+    """Set when done."""
+    answer: str | None = None
+    """The final answer, when done and the agent gave one."""
+    reward: float = 0.0
+    """The environment's own reward for this step, if it has one; the sum is `Episode.env_reward`."""
+    tool_records: tuple[ToolRecord, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """Plays one task at a time: `reset`, `step` until done, `close`.
+
+    A new instance is made for every trajectory, so heavy shared parts (an index, a database) belong in a cached
+    function. `reset`, `step` and `close` may be plain or async; plain ones run in a thread. An environment that can't
+    go on raises; the trajectory is then `errored` and never scored.
+    """
+
+    name: str = ""
+
+    @abstractmethod
+    def reset(self, task: Task, seed: int) -> Any:
+        """Start a task -> Observation (or an awaitable of one)."""
+
+    @abstractmethod
+    def step(self, message: AssistantMessage) -> Any:
+        """Take what the model said -> Observation (or an awaitable of one)."""
+
+    def close(self) -> Any:
+        """Free what the episode holds; called exactly once, whatever happened."""
+        return None
+
+    def state(self) -> Mapping[str, Any]:
+        """The final state for verifiers; JSON-serialisable."""
+        return {}
+
+    def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
+        """A stream of tasks of a split (`train`, `dev`, `test`), the same for the same seed. It may be endless."""
+        raise NotImplementedError(f"{type(self).__name__} has no tasks of its own; give the recipe a dataset")
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """A scripted policy that plays the task for demonstrations. It must not see more than the agent may learn."""
+        raise NotImplementedError(f"{type(self).__name__} has no scripted expert; SFT then needs a dataset")
