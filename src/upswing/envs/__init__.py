@@ -1,1 +1,74 @@
+"""Environments: where tasks are played. Importing this loads neither torch nor any built-in environment."""
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
+from upswing.envs.dataset import check_disjoint, load_tasks, tasks_from_jsonl
+from upswing.envs.parsing import CallParser, HermesParser, ParsedTurn, TagsParser, neutralize
+from upswing.envs.tool_env import ToolEnv
+from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
+from upswing.errors import ConfigError, did_you_mean
+
+BUILTIN: Mapping[str, str] = {
+    "geo_search": "upswing.envs.geo_search:GeoSearch",
+    "tool": "upswing.envs.tool_env:ToolEnv",
+}
+
+__all__ = [
+    "BUILTIN",
+    "AssistantMessage",
+    "CallParser",
+    "Environment",
+    "Expert",
+    "HermesParser",
+    "Observation",
+    "ParsedTurn",
+    "TagsParser",
+    "Tool",
+    "ToolArgumentError",
+    "ToolEnv",
+    "ToolFailed",
+    "check_disjoint",
+    "environment_factory",
+    "load_tasks",
+    "neutralize",
+    "tasks_from_jsonl",
+]
+
+
+def environment_factory(name: str, args: Mapping[str, Any] | None = None) -> Callable[[], Environment]:
+    """A function that makes a new environment for every trajectory.
+
+    `name` is a built-in name, `pkg.module:Class` or `file.py:Class`. Raises ConfigError for an unknown name, something
+    that is no environment, and arguments that its constructor doesn't take or lacks.
+    """
+    from upswing.plugins import load_object
+
+    args = dict(args or {})
+    cls = load_object(name, "environment", BUILTIN)
+    if not inspect.isclass(cls) or not issubclass(cls, Environment):
+        raise ConfigError(f"environment '{name}' must be a subclass of upswing.envs.Environment, got {cls!r}")
+    if inspect.isabstract(cls):
+        raise ConfigError(f"environment '{name}' lacks {', '.join(sorted(cls.__abstractmethods__))}")
+    check_arguments(cls, args, f"environment '{name}'")
+    if issubclass(cls, ToolEnv):
+        cls(**args)  # cheap, and it checks the tools before any model loads
+    return lambda: cls(**args)
+
+
+def check_arguments(cls: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
+    """Raises ConfigError when `cls(**args)` would not fit the constructor's signature."""
+    parameters = inspect.signature(cls).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in args:
+            if key not in named:
+                allowed = ", ".join(named) or "none"
+                raise ConfigError(f"{what} has no argument '{key}'; allowed: {allowed}{did_you_mean(key, named)}")
+    for parameter in parameters:
+        if parameter.name in named and parameter.default is parameter.empty and parameter.name not in args:
+            raise ConfigError(f"{what} needs the argument '{parameter.name}'; put it under args")

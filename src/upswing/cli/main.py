@@ -1,0 +1,52 @@
+"""The command line: `upswing run`, `eval`, `play`, `report`. One file a verb; heavy imports only once a verb runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from upswing.cli.eval import eval_command
+from upswing.cli.play import play_command
+from upswing.cli.report import report_command
+from upswing.cli.run import run_command
+
+app = typer.Typer(
+    name="upswing",
+    help="Make LLM agents better with reinforcement learning, and keep the training healthy while it does.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run_command)
+app.command("eval")(eval_command)
+app.command("play")(play_command)
+app.command("report")(report_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"upswing {version('upswing')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `upswing` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

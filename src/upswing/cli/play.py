@@ -1,0 +1,211 @@
+"""`upswing play RECIPE`: a person plays the environment in the terminal and sees the reward and why."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from upswing.cli.common import EXIT_FAILED, World, build_world, fail, user_command
+from upswing.errors import ConfigError
+from upswing.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from upswing.envs.base import Environment, Observation
+    from upswing.trajectory.types import Message, Score, Task, ToolRecord
+
+HELP = "Type your turn on one line (end a line with \\ to go on). /expert: let the expert take it. /quit: stop."
+
+
+@user_command
+def play_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe or run folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as env.args.k=1.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of the task: train, dev or test.")] = "train",
+    seed: Annotated[int, typer.Option(help="Seed of the task stream.")] = 0,
+    task_index: Annotated[int, typer.Option(min=0, help="Which task of the stream.")] = 0,
+) -> None:
+    """Play a task yourself, as the agent would, and see the reward and why."""
+    config = load_recipe(recipe, overrides or [])
+    world = build_world(config)
+    task = find_task(world, config, split, seed, task_index)
+    game = Game(env=world.make_env(), task=task, seed=seed, ask=ask_terminal, say=typer.echo)
+    try:
+        broke = asyncio.run(game.play())
+        if broke:
+            fail(f"the environment broke ({broke}); such a trajectory is errored and never scored", EXIT_FAILED)
+        if game.last is None or not game.last.done:
+            typer.echo("\nStopped before the end: nothing is scored.")
+            return
+        show_result(asyncio.run(game.score(world.rubric)), game, config)
+    except KeyboardInterrupt:
+        typer.echo("\nStopped before the end: nothing is scored.")
+        raise typer.Exit(130) from None
+
+
+def find_task(world: World, recipe: Recipe, split: str, seed: int, index: int) -> Task:
+    """Task number `index` of the split's stream. Raises ConfigError when there is none."""
+    if split not in ("train", "dev", "test"):
+        raise ConfigError(f"--split: got '{split}' (allowed: train, dev, test)")
+    try:
+        found = list(itertools.islice(world.tasks(split, seed), index, index + 1))
+    except NotImplementedError as problem:
+        raise ConfigError(f"env: {problem}") from None
+    if not found:
+        raise ConfigError(f"--task-index: got {index}, but there are fewer {split} tasks of '{recipe.env.name}'")
+    return found[0]
+
+
+def ask_terminal() -> str | None:
+    """One turn from standard input; None at its end."""
+    lines: list[str] = []
+    while True:
+        try:
+            if sys.stdin.isatty():
+                line = input("you> " if not lines else "...> ")
+            else:
+                line = sys.stdin.readline()
+                if not line:
+                    raise EOFError
+                line = line.rstrip("\n")
+                typer.echo(f"you> {line}")
+        except EOFError:
+            return "\n".join(lines) if lines else None
+        if not line.endswith("\\"):
+            return "\n".join([*lines, line])
+        lines.append(line[:-1])
+
+
+@dataclass(kw_only=True)
+class Game:
+    """One episode with a person as the agent."""
+
+    env: Environment
+    task: Task
+    seed: int
+    ask: Callable[[], str | None]
+    say: Callable[[str], Any]
+    messages: list[Message] = field(default_factory=list)
+    records: list[ToolRecord] = field(default_factory=list)
+    last: Observation | None = None
+    turns: int = 0
+    env_reward: float = 0.0
+    state: dict[str, Any] = field(default_factory=dict)
+
+    async def play(self) -> str | None:
+        """Until the end of the episode or of the input. Returns what broke in the environment, or None."""
+        from upswing.envs.base import AssistantMessage
+        from upswing.trajectory.types import Message
+
+        try:
+            await self._observe(await call(self.env.reset, self.task, self.seed))
+            self.say(f"\n{HELP}")
+            while self.last is not None and not self.last.done:
+                text = await self._turn()
+                if text is None:
+                    return None
+                self.messages.append(Message(role="assistant", content=text))
+                self.turns += 1
+                await self._observe(await call(self.env.step, AssistantMessage(content=text)))
+            self.state = {**self.env.state(), "env_reward": self.env_reward}
+        except ConfigError:
+            raise
+        except Exception as problem:
+            return f"{type(problem).__name__}: {problem}"
+        finally:
+            await call(self.env.close)
+        return None
+
+    async def _observe(self, observation: Observation) -> None:
+        self.last = observation
+        self.messages.extend(observation.messages)
+        self.records.extend(observation.tool_records)
+        self.env_reward += observation.reward
+        for message in observation.messages:
+            self.say(f"\n[{message.name or message.role}]\n{message.content}")
+        for tool in observation.tools:
+            self.say(f"\n[tool] {json.dumps(tool.get('function', tool), ensure_ascii=False)}")
+
+    async def _turn(self) -> str | None:
+        """The next turn's text; None when the person stops."""
+        while True:
+            self.say("")
+            text = self.ask()
+            if text is None or text.strip() == "/quit":
+                return None
+            if text.strip() == "/expert":
+                text = self._expert()
+                if text is None:
+                    continue
+                self.say(f"expert> {text}")
+            elif not text.strip():
+                continue
+            return text
+
+    def _expert(self) -> str | None:
+        try:
+            return self.env.expert(self.task, random.Random(self.seed))(tuple(self.messages))
+        except NotImplementedError:
+            self.say("This environment has no expert.")
+            return None
+
+    async def score(self, rubric: Any) -> Score:
+        """The rubric's score of the finished episode."""
+        from upswing.trajectory.types import Outcome, StopReason
+        from upswing.verify.base import Episode
+
+        assert self.last is not None and self.last.done
+        reason = self.last.stop_reason or StopReason.ENV_DONE
+        ended = reason in (StopReason.ANSWERED, StopReason.ENV_DONE)
+        episode = Episode(
+            task=self.task,
+            messages=tuple(self.messages),
+            answer=self.last.answer,
+            gold=self.task.gold,
+            data=self.task.data,
+            tool_records=tuple(self.records),
+            state=self.state,
+            outcome=Outcome.COMPLETED if ended else Outcome.TRUNCATED,
+            stop_reason=reason,
+            num_turns=self.turns,
+            env_reward=self.env_reward,
+        )
+        score: Score = await rubric.score(episode)
+        return score
+
+
+async def call(method: Callable[..., Any], *args: Any) -> Any:
+    """Call a plain or async method."""
+    result = method(*args)
+    return await result if inspect.isawaitable(result) else result
+
+
+def show_result(score: Score, game: Game, recipe: Recipe) -> None:
+    """The reward, what it is made of, and the accepted answers."""
+    assert game.last is not None
+    value = "could not be scored" if score.value is None else f"{score.value:g}"
+    typer.echo(f"\nreward   {value}")
+    weights = {verifier.name: verifier.weight for verifier in recipe.verifiers}
+    for name, component in score.components.items():
+        shown = "could not score" if component is None else f"{component:g}"
+        weight = f"  (weight {weights[name]:g})" if name in weights else ""
+        typer.echo(f"  {name}: {shown}{weight}")
+    if score.reason:
+        typer.echo(f"why      {score.reason}")
+    typer.echo(f"answer   {'none given' if game.last.answer is None else game.last.answer}")
+    if game.task.gold:
+        typer.echo(f"accepted {' | '.join(game.task.gold)}")
+    typer.echo(
+        f"ended    {game.last.stop_reason or 'env_done'} after {game.turns} turns, {len(game.records)} tool calls"
+    )

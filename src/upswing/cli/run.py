@@ -1,0 +1,92 @@
+"""`upswing run RECIPE`: do all stages of a recipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upswing.cli.common import is_run_folder, one_line_errors, preflight
+from upswing.errors import ConfigError
+from upswing.recipe import Recipe, load_recipe
+
+
+def run_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/tiny.yaml; or a run folder with --resume.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as rl.lr=1e-5.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME-DATE-TIME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the recipe, and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the final table.")] = False,
+) -> None:
+    """Run all stages of a recipe. Everything that it does is kept in the run folder."""
+    started: list[Path] = []
+    with one_line_errors(on_interrupt=lambda: _how_to_resume(recipe, overrides or [], started)):
+        config = load_recipe(recipe, overrides or [])
+        folder = choose_folder(recipe, config, out, resume)
+        preflight(config)
+        if dry_run:
+            typer.echo(config.dump(), nl=False)
+            return
+        from upswing.monitor.progress import Progress
+        from upswing.stages.runner import run_recipe
+
+        started.append(folder)
+        run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
+
+
+def choose_folder(source: Path, recipe: Recipe, out: Path | None, resume: bool) -> Path:
+    """The run folder. Raises ConfigError when it can't be used as asked."""
+    if out is None and resume and is_run_folder(source):
+        out = source
+    if out is None:
+        if resume:
+            raise ConfigError("--resume needs --out, the run folder to go on with")
+        return Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out '{out}' is a file; give a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return out  # also with --resume: a run that was stopped before it wrote anything
+    if not resume:
+        raise ConfigError(f"--out '{out}' isn't empty; add --resume to go on with that run, or choose another folder")
+    if not is_run_folder(out):
+        raise ConfigError(f"--out '{out}' isn't a run folder (no recipe.yaml in it); choose another folder")
+    check_same(load_recipe(out / "recipe.yaml"), recipe, out)
+    return out
+
+
+def check_same(before: Recipe, now: Recipe, out: Path) -> None:
+    """Raises ConfigError naming the keys in which the resumed recipe differs from that of the run."""
+    old, new = dict(flatten(before.to_dict())), dict(flatten(now.to_dict()))
+    keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+    if keys:
+        shown = ", ".join(f"{key} ({old.get(key, _ABSENT)} there, {new.get(key, _ABSENT)} now)" for key in keys[:5])
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise ConfigError(
+            f"--resume: the recipe differs from that of '{out}' in {shown}{more}; resume with the same recipe "
+            f"(upswing run {out} --resume), or start anew in another --out"
+        )
+
+
+_ABSENT = "nothing"
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and leaf values; empty containers are leaves."""
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        yield key, value
+        return
+    for name, inner in items:
+        yield from flatten(inner, f"{key}.{name}" if key else str(name))
+
+
+def _how_to_resume(recipe: Path, overrides: list[str], started: list[Path]) -> str:
+    if not started or not is_run_folder(started[0]):
+        return "interrupted before the run started"
+    return f"interrupted; to go on: upswing run {started[0]} --resume"

@@ -1,0 +1,229 @@
+"""Tasks from JSON Lines: one row a task, checked row by row, in the order of the file.
+
+A row has `prompt`, `question` or `messages`; `answer`, `answers` or `gold`; optionally `id`, `tags` and `split`; every
+other column goes to `Task.data`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from upswing.errors import ConfigError, did_you_mean
+from upswing.trajectory.types import Message, Task
+
+PROMPT_COLUMNS = ("prompt", "question", "messages")
+GOLD_COLUMNS = ("answer", "answers", "gold")
+OTHER_COLUMNS = ("id", "tags", "split")
+ROLES = ("system", "user", "assistant", "tool")
+RESERVED = frozenset(
+    "prompts completion completions prompt_ids completion_ids tokens sampled loss_mask engine_logprobs old_logprobs "
+    "policy_logprobs ref_logprobs teacher_logprobs policy_version turn advantage advantages reward rewards score "
+    "group task env episode data state extra outcome stop_reason tool_records num_turns env_reward branches".split()
+)
+"""Names with a meaning inside Upswing: as a data column they would be mistaken for it."""
+
+
+def tasks_from_jsonl(path: str | Path, *, env: str = "", split: str = "train", require_gold: bool = True) -> list[Task]:
+    """The tasks of a JSONL file, in its order.
+
+    `require_gold`: every row needs an accepted answer (a verifier compares with it). Raises ConfigError naming the
+    file and line for anything that is wrong, and for a file without rows.
+    """
+    path = Path(path)
+    tasks: list[Task] = []
+    lines: dict[str, int] = {}
+    for number, row in _read_rows(path):
+        where = f"{path}:{number}"
+        task = _task(row, where, f"{path.stem}-{len(tasks)}", env, split, require_gold)
+        if task.id in lines:
+            raise ConfigError(f"{where}: id '{task.id}' was already used on line {lines[task.id]}; ids must be unique")
+        lines[task.id] = number
+        tasks.append(task)
+    if not tasks:
+        raise ConfigError(f"{path} has no rows; write one JSON object a line, such as {_EXAMPLE}")
+    return tasks
+
+
+def check_disjoint(splits: Mapping[str, Sequence[Task]]) -> None:
+    """Raises ConfigError when two splits share an id, or the same problem under two ids."""
+    ids: dict[str, str] = {}
+    problems: dict[str, tuple[str, str]] = {}
+    for split, tasks in splits.items():
+        for task in tasks:
+            other = ids.setdefault(task.id, split)
+            if other != split:
+                raise ConfigError(f"id '{task.id}' is in the splits '{other}' and '{split}'; splits must be disjoint")
+            key = json.dumps([[m.role, m.content] for m in task.messages] + [task.data], sort_keys=True, default=str)
+            first_split, first_id = problems.setdefault(key, (split, task.id))
+            if first_split != split:
+                raise ConfigError(
+                    f"'{first_id}' of '{first_split}' and '{task.id}' of '{split}' are the same problem; "
+                    "splits must be disjoint"
+                )
+
+
+def load_tasks(source: Any, *, env: str, split: str) -> list[Task]:
+    """Tasks of one split from tasks, a JSONL path, or a mapping of splits to either (then checked to be disjoint)."""
+    if isinstance(source, Mapping):
+        loaded = {name: _tasks_of(part, env, name) for name, part in source.items()}
+        check_disjoint(loaded)
+        if split not in loaded:
+            raise ConfigError(
+                f"no tasks for split '{split}'; there are: {', '.join(loaded)}{did_you_mean(split, loaded)}"
+            )
+        return loaded[split]
+    found = [task for task in _tasks_of(source, env, split) if task.split == split]
+    if not found:
+        raise ConfigError(f"none of the given tasks is of split '{split}'; set Task.split or give a mapping of splits")
+    return found
+
+
+def _tasks_of(source: Any, env: str, split: str) -> list[Task]:
+    if isinstance(source, str | Path):
+        return tasks_from_jsonl(source, env=env, split=split)
+    tasks = list(source)
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise ConfigError(f"tasks must be Task objects or a JSONL path, got {type(task).__name__} {task!r}"[:200])
+    return tasks
+
+
+_EXAMPLE = '{"prompt": "…", "answer": "…"}'
+
+
+def _read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every non-blank line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        siblings = [p.name for p in path.parent.glob("*.json*")] if path.parent.is_dir() else []
+        raise ConfigError(f"dataset file {path} does not exist{did_you_mean(path.name, siblings)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset file {path} can't be read as UTF-8 text: {error}") from None
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: not valid JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number}: a row must be an object such as {_EXAMPLE}, got {type(row).__name__}")
+        rows.append((number, row))
+    return rows
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"key '{next(k for k in names if names.count(k) > 1)}' twice in one object")
+    return made
+
+
+def _task(row: dict[str, Any], where: str, default_id: str, env: str, split: str, require_gold: bool) -> Task:
+    for column in row:
+        if column in RESERVED:
+            raise ConfigError(f"{where}: column '{column}' clashes with a name that Upswing uses; rename the column")
+    own_split = row.get("split")
+    if own_split is not None and own_split != split:
+        raise ConfigError(f"{where}: the row says split '{own_split}' but is read as '{split}'")
+    known = (*PROMPT_COLUMNS, *GOLD_COLUMNS, *OTHER_COLUMNS)
+    return Task(
+        id=_id(row, where, default_id),
+        messages=_messages(row, where),
+        gold=_gold(row, where, require_gold),
+        data={key: value for key, value in row.items() if key not in known},
+        tags=_tags(row, where),
+        env=env,
+        split=split,
+    )
+
+
+def _one_column(row: Mapping[str, Any], columns: Sequence[str], where: str) -> str | None:
+    """The one of `columns` that the row has a value in."""
+    present = [column for column in columns if row.get(column) is not None]
+    if len(present) > 1:
+        raise ConfigError(f"{where}: columns '{present[0]}' and '{present[1]}' mean the same; keep one")
+    return present[0] if present else None
+
+
+def _keys(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """What a message says of the row's keys, with the wanted column that one of them may be a misspelling of."""
+    known = (*PROMPT_COLUMNS, *GOLD_COLUMNS, *OTHER_COLUMNS)
+    hints = (did_you_mean(key, columns) for key in row if key not in known)
+    hint = next((f" ('{key}'{h})" for key, h in zip([k for k in row if k not in known], hints, strict=True) if h), "")
+    return f"keys: {', '.join(map(str, row)) or 'none'}; allowed: {', '.join(columns)}{hint}"
+
+
+def _id(row: Mapping[str, Any], where: str, default: str) -> str:
+    value = row.get("id", default)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ConfigError(f"{where}: 'id' must be a string or an integer, got {value!r}")
+    return str(value)
+
+
+def _messages(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    column = _one_column(row, PROMPT_COLUMNS, where)
+    if column is None:
+        raise ConfigError(f"{where}: the row has no prompt; {_keys(row, PROMPT_COLUMNS)}")
+    value = row[column]
+    if isinstance(value, str):
+        if column == "messages" or not value.strip():
+            raise ConfigError(f"{where}: '{column}' must be {'a list of messages' if value.strip() else 'non-empty'}")
+        return (Message(role="user", content=value),)
+    if not isinstance(value, list) or not value or column == "question":
+        raise ConfigError(f"{where}: '{column}' must be a string or a list of messages, got {type(value).__name__}")
+    messages = tuple(_message(item, where) for item in value)
+    if messages[-1].role not in ("user", "tool"):
+        raise ConfigError(
+            f"{where}: '{column}' ends with role '{messages[-1].role}'; the last message must be the user's"
+        )
+    return messages
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict) or not isinstance(item.get("content"), str) or not isinstance(item.get("role"), str):
+        raise ConfigError(f'{where}: a message must be {{"role": "user", "content": "…"}}, got {str(item)[:80]}')
+    if item["role"] not in ROLES:
+        raise ConfigError(
+            f"{where}: role '{item['role']}' is not one of {', '.join(ROLES)}{did_you_mean(item['role'], ROLES)}"
+        )
+    extra = [key for key in item if key not in ("role", "content", "name")]
+    if extra:
+        raise ConfigError(f"{where}: a message has the unknown key '{extra[0]}'; allowed: role, content, name")
+    return Message(role=item["role"], content=item["content"], name=item.get("name"))
+
+
+def _gold(row: Mapping[str, Any], where: str, required: bool) -> tuple[str, ...]:
+    column = _one_column(row, GOLD_COLUMNS, where)
+    values = [] if column is None else row[column]
+    golds = tuple(_answer(value, where, column or "") for value in (values if isinstance(values, list) else [values]))
+    if not golds and required:
+        raise ConfigError(f"{where}: the row has no answer; {_keys(row, GOLD_COLUMNS)}")
+    return golds
+
+
+def _answer(value: Any, where: str, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{where}: '{column}' must be a string, a number or a list of them, got {value!r}"[:200])
+    if not str(value).strip():
+        raise ConfigError(f"{where}: '{column}' has an empty answer")
+    return str(value)
+
+
+def _tags(row: Mapping[str, Any], where: str) -> dict[str, str]:
+    tags = row.get("tags") or {}
+    if not isinstance(tags, dict) or any(isinstance(v, dict | list) for v in tags.values()):
+        raise ConfigError(
+            f'{where}: \'tags\' must be an object of strings such as {{"kind": "easy"}}, got {tags!r}'[:200]
+        )
+    return {key: str(value) for key, value in tags.items()}

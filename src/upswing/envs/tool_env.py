@@ -1,0 +1,253 @@
+"""An environment out of plain functions: the agent calls tools for a few turns, then answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from upswing.envs.base import AssistantMessage, Environment, Observation
+from upswing.envs.dataset import load_tasks
+from upswing.envs.parsing import CallParser, HermesParser, ParsedTurn, TagsParser, neutralize
+from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
+from upswing.errors import ConfigError, did_you_mean
+from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
+
+PROTOCOLS = ("hermes", "tags")
+INVALID_PREFIX = "Invalid call: "
+"""What an agent's own mistake is answered with; a tool's failure starts with `Error: `."""
+
+
+class ToolEnv(Environment):
+    """Plays tasks with tools. Give the parts to the constructor, or subclass and set them as class attributes.
+
+    `hermes`: calls as JSON in `<tool_call>` tags, tools described by the chat template; a turn without calls is the
+    final answer. `tags`: `<tool>text</tool>` calls and an `<answer>`; the system message explains them.
+    A turn cut by its token limit ends the trajectory (MAX_TOKENS); so do `max_turns` turns without an answer
+    (MAX_TURNS) and `max_invalid_calls` invalid calls in a row (INVALID_CALLS). A call that is valid resets that count,
+    also when its tool then fails: a failing tool is not the agent's fault.
+    """
+
+    name = "tool"
+    tools: Sequence[Callable[..., Any] | Tool | str] = ()
+    """Functions, Tools or import paths of functions (`my_pkg.tools:search`)."""
+    max_turns: int = 6
+    """Turns that the agent may take, the answer included."""
+    protocol: str = "hermes"
+    system: str | None = None
+    """What the system message starts with."""
+    max_invalid_calls: int = 3
+    tool_timeout_s: float = 30.0
+    tools_in_system: bool = False
+    """hermes only: describe the tools in the system message, for chat templates that have no place for them."""
+    max_result_chars: int = 20_000
+    """A longer result is cut, and says so."""
+    source: Any = None
+    """What `tasks` streams: tasks, a JSONL path, or either by split."""
+    _options: ClassVar[tuple[str, ...]] = (
+        "tools",
+        "max_turns",
+        "protocol",
+        "system",
+        "max_invalid_calls",
+        "tool_timeout_s",
+        "tools_in_system",
+        "max_result_chars",
+    )
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool | str] | None = None,
+        *,
+        max_turns: int | None = None,
+        protocol: str | None = None,
+        system: str | None = None,
+        max_invalid_calls: int | None = None,
+        tool_timeout_s: float | None = None,
+        tools_in_system: bool | None = None,
+        max_result_chars: int | None = None,
+        tasks: Any = None,
+    ) -> None:
+        """Every argument left out is the class attribute. Raises ConfigError for anything that can't work."""
+        given = locals()
+        for option in self._options:
+            if given[option] is not None:
+                setattr(self, option, given[option])
+        if tasks is not None:
+            self.source = tasks
+        self._check_options()
+        self._tools = self._make_tools()
+        self.parser = self._make_parser()
+        self._turns = self._invalid_in_row = 0
+        self._counts = {"tool_calls": 0, "invalid_calls": 0, "tool_errors": 0}
+
+    def is_done(self) -> bool:
+        """Override to end the episode (ENV_DONE) after a turn's calls, whatever the agent says."""
+        return False
+
+    def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
+        """The given tasks of a split, in their order."""
+        if self.source is None:
+            return super().tasks(split, seed)
+        return iter(load_tasks(self.source, env=self.name, split=split))
+
+    def state(self) -> Mapping[str, Any]:
+        """Counts of calls: `tool_calls`, `invalid_calls` (the agent's fault), `tool_errors` (the tool's)."""
+        return dict(self._counts)
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        """Start a task: the conversation so far, and the tools' schemas where the chat template shows them."""
+        self._turns = self._invalid_in_row = 0
+        self._counts = dict.fromkeys(self._counts, 0)
+        in_template = self.protocol == "hermes" and not self.tools_in_system
+        schemas = tuple(tool.schema for tool in self._tools.values()) if in_template else ()
+        return Observation(messages=self._opening(task), tools=schemas)
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        """Take a turn: run its calls, or end with its answer."""
+        turn, self._turns = self._turns, self._turns + 1
+        if not message.finished:
+            return Observation(done=True, stop_reason=StopReason.MAX_TOKENS)
+        parsed = self.parser.parse(message.content)
+        if parsed.answer is not None:
+            return Observation(done=True, stop_reason=StopReason.ANSWERED, answer=parsed.answer)
+        records = await self._play(parsed, turn)
+        reason = self._end_reason()
+        if reason is not None:
+            return Observation(done=True, stop_reason=reason, tool_records=records)
+        answers = tuple(Message(role="tool", content=r.result, name=r.call.name or None) for r in records)
+        return Observation(messages=answers, tool_records=records)
+
+    async def _play(self, parsed: ParsedTurn, turn: int) -> tuple[ToolRecord, ...]:
+        """The records of a turn's calls, run in parallel, in the order in which they were asked for."""
+        if parsed.error is not None:
+            self._count_invalid()
+            text = self._clean(INVALID_PREFIX + parsed.error)
+            return (ToolRecord(call=ToolCall(name=""), result=text, ok=False, turn=turn),)
+        jobs = []
+        for call in parsed.calls:
+            problem = parsed.call_errors.get(call.id) or self._problem_of(call)
+            if problem is not None:
+                self._count_invalid()
+            elif self._invalid_in_row < self.max_invalid_calls:
+                self._invalid_in_row = 0
+            self._counts["tool_calls"] += 1
+            jobs.append(self._run(replace(call, id=f"call_{turn}_{len(jobs)}"), problem, turn))
+        async with asyncio.TaskGroup() as group:  # a broken environment or a cancellation ends the other calls too
+            running = [group.create_task(job) for job in jobs]
+        return tuple(task.result() for task in running)
+
+    async def _run(self, call: ToolCall, problem: str | None, turn: int) -> ToolRecord:
+        started = time.perf_counter()
+        if problem is not None:
+            result, ok = f"{INVALID_PREFIX}{problem}", False
+        else:
+            try:
+                result, ok = await self._tools[call.name].call(call.arguments), True
+            except ToolFailed as error:
+                result, ok = str(error), False
+                self._counts["tool_errors"] += 1
+        duration_s = time.perf_counter() - started
+        return ToolRecord(call=call, result=self._clean(result), ok=ok, turn=turn, duration_s=duration_s)
+
+    def _problem_of(self, call: ToolCall) -> str | None:
+        """What is wrong with a call, worded for the agent; None when it can run."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            names = ", ".join(self._tools) or "none"
+            return f"there is no tool {call.name!r}{did_you_mean(call.name, self._tools)} Tools: {names}"
+        try:
+            tool.bind(call.arguments)
+        except ToolArgumentError as error:
+            return f"{call.name}: {error}"
+        return None
+
+    def _count_invalid(self) -> None:
+        self._invalid_in_row += 1
+        self._counts["invalid_calls"] += 1
+
+    def _end_reason(self) -> StopReason | None:
+        if self.is_done():
+            return StopReason.ENV_DONE
+        if self._invalid_in_row >= self.max_invalid_calls:
+            return StopReason.INVALID_CALLS
+        return StopReason.MAX_TURNS if self._turns >= self.max_turns else None
+
+    def _clean(self, text: str) -> str:
+        """A result as the agent may see it: cut to size, and with nothing in it that looks like the protocol's own."""
+        if len(text) > self.max_result_chars:
+            text = f"{text[: self.max_result_chars]}\n[cut: {len(text) - self.max_result_chars} more characters]"
+        return neutralize(text, self.parser.markers)
+
+    def _opening(self, task: Task) -> tuple[Message, ...]:
+        """The task's messages, with one system message in front if there is anything to say in it."""
+        messages = task.messages
+        parts = [part for part in (self.system, self._instructions()) if part]
+        if messages and messages[0].role == "system":
+            parts.append(messages[0].content)
+            messages = messages[1:]
+        return (Message(role="system", content="\n\n".join(parts)), *messages) if parts else messages
+
+    def _instructions(self) -> str:
+        """The protocol in words, where the chat template doesn't say it."""
+        if self.protocol == "tags":
+            lines = [f"<{t.name}>{self._tag_parameter(t)}</{t.name}>: {t.description}" for t in self._tools.values()]
+            return "\n".join([*lines, "<answer>the answer</answer>: your final answer. It ends the task."])
+        if not self.tools_in_system:
+            return ""
+        lines = [f"{tool.usage}: {tool.description}" for tool in self._tools.values()]
+        how = 'Call a tool with <tool_call>{"name": "…", "arguments": {…}}</tool_call>. A turn without a call is your '
+        return "\n".join(["Tools:", *lines, how + "final answer."])
+
+    def _check_options(self) -> None:
+        label = type(self).__name__
+        if self.protocol not in PROTOCOLS:
+            raise ConfigError(
+                f"{label}: protocol is {self.protocol!r}; allowed: {', '.join(PROTOCOLS)}"
+                f"{did_you_mean(str(self.protocol), PROTOCOLS)}"
+            )
+        for option in ("max_turns", "max_invalid_calls", "max_result_chars"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{label}: {option} must be an integer of at least 1, got {value!r}")
+        if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
+            raise ConfigError(f"{label}: tools must be a list of functions, got {type(self.tools).__name__}")
+
+    def _make_tools(self) -> dict[str, Tool]:
+        made: dict[str, Tool] = {}
+        for given in self.tools:
+            tool = Tool.from_function(_function(given), timeout_s=self.tool_timeout_s)
+            if tool.name in made:
+                raise ConfigError(f"{type(self).__name__}: two tools are called '{tool.name}'; rename one")
+            made[tool.name] = tool
+        return made
+
+    def _make_parser(self) -> CallParser:
+        if self.protocol == "hermes":
+            return HermesParser()
+        for reserved in ("answer", "think"):
+            if reserved in self._tools:
+                raise ConfigError(f"{type(self).__name__}: a tool can't be called '{reserved}' in protocol tags")
+        return TagsParser({name: self._tag_parameter(tool) for name, tool in self._tools.items()})
+
+    def _tag_parameter(self, tool: Tool) -> str:
+        """The parameter that a tag's text goes to: the first that takes a string."""
+        texts = [p.name for p in tool.parameters if p.is_text]
+        others = [p.name for p in tool.parameters if p.required and p.name not in texts[:1]]
+        if not texts or others:
+            what = f"also requires '{others[0]}'" if texts else "takes no string"
+            raise ConfigError(
+                f"tool '{tool.name}' {what}; protocol tags passes one string: give the others defaults or use hermes"
+            )
+        return texts[0]
+
+
+def _function(given: Callable[..., Any] | Tool | str) -> Callable[..., Any] | Tool:
+    if not isinstance(given, str):
+        return given
+    from upswing.plugins import load_object
+
+    loaded: Callable[..., Any] = load_object(given, "tool", {})
+    return loaded

@@ -1,0 +1,385 @@
+"""What a set of trajectories amounts to: scores with intervals, costs, how they ended, by tag, and paired comparison.
+
+Who counts: `errored` and `cancelled` trajectories enter no mean, never as 0; they are counted and shown. `truncated`
+ones count like completed ones. A component that could not be scored (None) is left out of that component's mean only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from upswing.errors import did_you_mean
+from upswing.evals.stats import Interval, PairedResult, bootstrap_mean_ci, paired_test, pass_at_k, pass_hat_k
+from upswing.trajectory.types import Outcome, Trajectory
+from upswing.view.run_folder import json_safe
+
+COSTS = ("turns", "tool_calls", "invalid_calls", "duplicate_calls", "sampled_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One trajectory, reduced to what evaluation needs."""
+
+    task_id: str
+    trajectory_id: str
+    outcome: str
+    stop_reason: str
+    reward: float | None
+    """None: errored, cancelled or not scored."""
+    components: Mapping[str, float | None]
+    tags: Mapping[str, str]
+    turns: int
+    tool_calls: int
+    invalid_calls: int
+    duplicate_calls: int
+    """Calls repeating an earlier call of the same trajectory: same tool, same arguments."""
+    sampled_tokens: int
+    recovered: bool | None = None
+    """None: nothing to recover from, or not asked."""
+
+    @property
+    def counted(self) -> bool:
+        """True when the trajectory may enter a mean."""
+        return self.outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSummary:
+    """All figures of one evaluation; `to_dict` and `from_dict` are the JSON form."""
+
+    num_trajectories: int
+    num_tasks: int
+    num_counted: int
+    """Completed and truncated: the ones that means are taken over."""
+    num_unscored: int
+    """Counted ones without a reward: a verifier could not judge."""
+    outcomes: Mapping[str, int]
+    stop_reasons: Mapping[str, int]
+    reward: Interval
+    components: Mapping[str, Interval]
+    costs: Mapping[str, Interval]
+    """Per trajectory: the names in `COSTS`."""
+    by_tag: Mapping[str, Mapping[str, Mapping[str, Interval]]]
+    """tag name -> tag value -> `reward` and component names -> interval."""
+    truncated_frac: float
+    invalid_call_frac: float
+    """Of all tool calls; NaN when there were none."""
+    duplicate_call_frac: float
+    sampled_tokens_min: int
+    sampled_tokens_max: int
+    sampled_tokens_completed: float
+    """Mean over completed trajectories only; NaN when none."""
+    recovery: Interval
+    """Share recovered among those that had something to recover from; n is how many had."""
+    pass_at_k: Mapping[int, float] = field(default_factory=dict)
+    pass_hat_k: Mapping[int, float] = field(default_factory=dict)
+    mixed_frac: float = math.nan
+    """Share of tasks with a success rate strictly between 0 and 1; NaN with one sample a task."""
+    records: tuple[EvalRecord, ...] = ()
+
+    @property
+    def num_errored(self) -> int:
+        return self.outcomes.get(Outcome.ERRORED, 0)
+
+    def to_dict(self, records: bool = True) -> dict[str, Any]:
+        """JSON-safe dict; NaN becomes None. `records=False` leaves the trajectories out."""
+        data = asdict(self)
+        data["records"] = [asdict(record) for record in self.records] if records else []
+        return dict(json_safe(data))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> EvalSummary:
+        """The inverse of `to_dict`."""
+        fields = dict(data)
+        fields["records"] = tuple(EvalRecord(**record) for record in data["records"])
+        for name in ("reward", "recovery"):
+            fields[name] = Interval.from_dict(data[name])
+        for name in ("components", "costs"):
+            fields[name] = {key: Interval.from_dict(value) for key, value in data[name].items()}
+        fields["by_tag"] = {
+            tag: {value: {m: Interval.from_dict(i) for m, i in row.items()} for value, row in values.items()}
+            for tag, values in data["by_tag"].items()
+        }
+        for name in ("pass_at_k", "pass_hat_k"):
+            fields[name] = {int(key): float(value) for key, value in data[name].items()}
+        for name in _FLOATS:
+            fields[name] = math.nan if data[name] is None else float(data[name])
+        return cls(**fields)
+
+    def to_table(self, title: str = "Evaluation") -> Table:
+        """Every figure of this summary as a two-column table."""
+        table = Table("figure", "value", title=title)
+        table.add_row("trajectories (tasks)", f"{self.num_trajectories} ({self.num_tasks})")
+        table.add_row("reward", number_text(self.reward))
+        for name, interval in self.components.items():
+            table.add_row(name, number_text(interval))
+        for name, interval in self.costs.items():
+            table.add_row(name.replace("_", " "), f"{interval.mean:.2f}")
+        table.add_row("truncated", share_text(self.truncated_frac))
+        table.add_row("invalid calls (of calls)", share_text(self.invalid_call_frac))
+        if self.recovery.n:
+            table.add_row(f"recovered (of {self.recovery.n})", number_text(self.recovery))
+        for k, value in self.pass_at_k.items():
+            table.add_row(f"pass@{k} / pass^{k}", f"{share_text(value)} / {share_text(self.pass_hat_k[k])}")
+        table.add_row("outcomes", ", ".join(f"{name} {count}" for name, count in self.outcomes.items()))
+        table.add_row("stop reasons", ", ".join(f"{name} {count}" for name, count in self.stop_reasons.items()))
+        return table
+
+
+_FLOATS = ("truncated_frac", "invalid_call_frac", "duplicate_call_frac", "sampled_tokens_completed", "mixed_frac")
+
+
+def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | None] | None = None) -> EvalRecord:
+    """Reduce one trajectory. `recovered` says whether it got past a failed first attempt (None: there was none)."""
+    calls = [
+        (record.call.name, json.dumps(record.call.arguments, sort_keys=True, default=str))
+        for record in trajectory.tool_records
+    ]
+    counted = trajectory.outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)
+    score = trajectory.score if counted else None
+    return EvalRecord(
+        task_id=trajectory.task.id,
+        trajectory_id=trajectory.id,
+        outcome=str(trajectory.outcome),
+        stop_reason=str(trajectory.stop_reason),
+        reward=_finite(score.value) if score else None,
+        components={key: _finite(value) for key, value in score.components.items()} if score else {},
+        tags=dict(trajectory.task.tags),
+        turns=trajectory.num_turns,
+        tool_calls=len(calls),
+        invalid_calls=sum(not record.ok for record in trajectory.tool_records),
+        duplicate_calls=len(calls) - len(set(calls)),
+        sampled_tokens=trajectory.num_sampled_tokens,
+        recovered=recovered(trajectory) if recovered and counted else None,
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    """A verifier that returns NaN could not score."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def summarize(
+    trajectories: Iterable[Trajectory],
+    *,
+    recovered: Callable[[Trajectory], bool | None] | None = None,
+    success: str = "strict_match",
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> EvalSummary:
+    """Every figure of an evaluation.
+
+    Args:
+        trajectories: one or several per task; intervals resample tasks when there are several.
+        recovered: see `record_of`.
+        success: the component (0/1) that pass@k counts; the reward when no trajectory has that component.
+    """
+    return summarize_records(
+        [record_of(trajectory, recovered) for trajectory in trajectories],
+        success=success,
+        resamples=resamples,
+        seed=seed,
+    )
+
+
+def summarize_records(
+    records: Sequence[EvalRecord], *, success: str = "strict_match", resamples: int = 10_000, seed: int = 0
+) -> EvalSummary:
+    """As `summarize`, from records."""
+    counted = [record for record in records if record.counted]
+    names = list(dict.fromkeys(name for record in counted for name in record.components))
+
+    def interval(rows: Sequence[EvalRecord], value: Callable[[EvalRecord], float | None]) -> Interval:
+        pairs = [(number, row.task_id) for row in rows if (number := value(row)) is not None]
+        ids = [task_id for _, task_id in pairs]
+        clusters = ids if len(set(ids)) < len(ids) else None
+        return bootstrap_mean_ci([number for number, _ in pairs], resamples=resamples, seed=seed, clusters=clusters)
+
+    def scores(rows: Sequence[EvalRecord]) -> dict[str, Interval]:
+        found = {name: interval(rows, lambda row, name=name: row.components.get(name)) for name in names}  # type: ignore[misc]
+        return {"reward": interval(rows, lambda row: row.reward), **found}
+
+    def cost(name: str) -> Interval:
+        return interval(counted, lambda row: float(getattr(row, name)))
+
+    overall = scores(counted)
+    num_calls = sum(row.tool_calls for row in counted)
+    lengths = [row.sampled_tokens for row in counted]
+    pass_at, pass_hat, mixed = _pass_figures(counted, success if success in names else None)
+    return EvalSummary(
+        num_trajectories=len(records),
+        num_tasks=len({row.task_id for row in records}),
+        num_counted=len(counted),
+        num_unscored=sum(row.reward is None for row in counted),
+        outcomes=dict(Counter(row.outcome for row in records).most_common()),
+        stop_reasons=dict(Counter(row.stop_reason for row in records).most_common()),
+        reward=overall.pop("reward"),
+        components=overall,
+        costs={name: cost(name) for name in COSTS},
+        by_tag={
+            tag: {value: scores(rows) for value, rows in sorted(values.items())}
+            for tag, values in _rows_by_tag(counted).items()
+        },
+        truncated_frac=_ratio(sum(row.outcome == Outcome.TRUNCATED for row in counted), len(counted)),
+        invalid_call_frac=_ratio(sum(row.invalid_calls for row in counted), num_calls),
+        duplicate_call_frac=_ratio(sum(row.duplicate_calls for row in counted), num_calls),
+        sampled_tokens_min=min(lengths, default=0),
+        sampled_tokens_max=max(lengths, default=0),
+        sampled_tokens_completed=_mean([row.sampled_tokens for row in counted if row.outcome == Outcome.COMPLETED]),
+        recovery=interval(counted, lambda row: None if row.recovered is None else float(row.recovered)),
+        pass_at_k=pass_at,
+        pass_hat_k=pass_hat,
+        mixed_frac=mixed,
+        records=tuple(records),
+    )
+
+
+def _rows_by_tag(records: Sequence[EvalRecord]) -> dict[str, dict[str, list[EvalRecord]]]:
+    grouped: dict[str, dict[str, list[EvalRecord]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for tag, value in record.tags.items():
+            grouped[tag][str(value)].append(record)
+    return grouped
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _ratio(sum(values), len(values))
+
+
+def _pass_figures(
+    records: Sequence[EvalRecord], success: str | None
+) -> tuple[dict[int, float], dict[int, float], float]:
+    """pass@k and pass^k for k = 1, 2, 4, ... up to the fewest samples of any task, and the share of mixed tasks."""
+    tallies: dict[str, list[bool]] = defaultdict(list)
+    for record in records:
+        value = record.reward if success is None else record.components.get(success)
+        if value is not None:
+            tallies[record.task_id].append(value >= 1.0)
+    fewest = min((len(tally) for tally in tallies.values()), default=0)
+    if fewest < 2:
+        return {}, {}, math.nan
+    counts = [(len(tally), sum(tally)) for tally in tallies.values()]
+    ks = [2**power for power in range(fewest.bit_length()) if 2**power <= fewest]
+    at = {k: _mean([pass_at_k(n, c, k) for n, c in counts]) for k in ks}
+    hat = {k: _mean([pass_hat_k(n, c, k) for n, c in counts]) for k in ks}
+    return at, hat, _mean([float(0 < c < n) for n, c in counts])
+
+
+def _task_means(records: Iterable[EvalRecord], metric: str) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        value = record.reward if metric == "reward" else record.components.get(metric)
+        if record.counted and value is not None:
+            values[record.task_id].append(value)
+    return {task_id: _mean(found) for task_id, found in values.items()}
+
+
+def compare(
+    a: EvalSummary | Sequence[EvalRecord], b: EvalSummary | Sequence[EvalRecord], metric: str = "strict_match"
+) -> PairedResult:
+    """`b` against `a`, paired by task id; several samples of a task are averaged first.
+
+    Tasks that either side could not score are left out (`PairedResult.n` says how many were compared). Raises
+    ValueError when the metric is unknown or no task is shared.
+    """
+    left, right = (side.records if isinstance(side, EvalSummary) else side for side in (a, b))
+    known = {"reward"} | {name for record in (*left, *right) for name in record.components}
+    if metric not in known:
+        raise ValueError(
+            f"no metric {metric!r} in these evaluations; known: {sorted(known)}{did_you_mean(metric, known)}"
+        )
+    before, after = _task_means(left, metric), _task_means(right, metric)
+    shared = sorted(before.keys() & after.keys())
+    if not shared:
+        raise ValueError(f"no task with {metric!r} is in both evaluations; a paired test needs the same questions")
+    return paired_test([before[task_id] for task_id in shared], [after[task_id] for task_id in shared])
+
+
+def result_entry(
+    label: str,
+    stage: str,
+    summary: EvalSummary,
+    *,
+    split: str = "test",
+    mode: str = "greedy",
+    previous: EvalSummary | None = None,
+    previous_label: str = "",
+    metric: str = "strict_match",
+    **extra: Any,
+) -> dict[str, Any]:
+    """One entry of `results.json` (what the report and the final table read).
+
+    Args:
+        label: what was evaluated, such as `base`, `SFT`, `RL`.
+        mode: `greedy` or `sampled`.
+        previous: the evaluation on the same questions to test against, named `previous_label`.
+        extra: further JSON values, such as `wall_s` or `checkpoint`.
+    """
+    shared = metric if metric in summary.components else "reward"
+    paired = None
+    if previous is not None:
+        paired = {"against": previous_label, "metric": shared, **compare(previous, summary, shared).to_dict()}
+    entry = {"label": label, "stage": stage, "split": split, "mode": mode}
+    return {**entry, "summary": summary.to_dict(), "paired": paired, **extra}
+
+
+def share_text(value: float | None) -> str:
+    """`83.0 %`, or a dash when there is no value."""
+    return "–" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
+
+
+def number_text(interval: Interval) -> str:
+    """`83.0 % [77.5, 88.0]` for shares, `1.42 [1.30, 1.55]` for what leaves 0..1, a dash for nothing."""
+    if interval.n == 0 or math.isnan(interval.mean):
+        return "–"
+    if interval.low >= 0 and interval.high <= 1:
+        return f"{share_text(interval.mean)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+    return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def p_text(p: float | None) -> str:
+    """A p-value as a person reads it."""
+    if p is None or math.isnan(p):
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def results_table(entries: Sequence[Mapping[str, Any]], title: str = "Results") -> Table:
+    """The final table (base -> SFT -> RL) from `result_entry` dicts."""
+    summaries = [EvalSummary.from_dict(entry["summary"]) for entry in entries]
+    names = list(dict.fromkeys(name for summary in summaries for name in summary.components))
+    table = Table(title=title)
+    for column in ("", "n", *(names or ["reward"])):
+        table.add_column(column.replace("_", " "), justify="right" if column else "left")
+    for column in ("turns", "calls", "tokens", "errored", "difference", "p"):
+        table.add_column(column, justify="right")
+    for entry, summary in zip(entries, summaries, strict=True):
+        scores = [summary.components.get(name) for name in names] or [summary.reward]
+        costs = [f"{summary.costs[name].mean:.1f}" for name in ("turns", "tool_calls", "sampled_tokens")]
+        table.add_row(
+            str(entry["label"]),
+            str(summary.num_counted),
+            *("–" if interval is None else number_text(interval) for interval in scores),
+            *costs,
+            str(summary.num_errored),
+            *_paired_cells(entry.get("paired")),
+        )
+    return table
+
+
+def _paired_cells(paired: Mapping[str, Any] | None) -> tuple[str, str]:
+    if not paired:
+        return "–", "–"
+    against = f" vs {paired['against']}" if paired.get("against") else ""
+    return f"{100 * paired['diff']:+.1f} points{against}", p_text(paired["p"])

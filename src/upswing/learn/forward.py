@@ -1,0 +1,106 @@
+"""The training forward: a pack in, log-probs and entropies of its loss tokens out.
+
+Axis letters: N tokens of a pack, M its loss tokens, Hq and Hkv heads, D head size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from upswing.errors import ConfigError
+from upswing.learn.logits import token_logprobs
+from upswing.learn.packing import Pack, Segment
+
+
+class PackedAttention:
+    """Attention over a pack: each segment sees itself causally and all of its chain of prefixes, and nothing else.
+
+    The same object serves every layer of one forward pass.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._lengths = [segment.end - segment.start for segment in segments]
+        self._chains = [_chain(segments, index) for index in range(len(segments))]
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
+        # split, not slices: its backward is one concatenation instead of a zero-filled tensor a segment.
+        queries, keys, values = (torch.split(tensor, self._lengths, dim=2) for tensor in (q, k, v))
+        outputs = []
+        for query, chain in zip(queries, self._chains, strict=True):
+            if len(chain) == 1:
+                key, value, mask = keys[chain[0]], values[chain[0]], None
+            else:
+                key = torch.cat([keys[i] for i in chain], dim=2)
+                value = torch.cat([values[i] for i in chain], dim=2)
+                mask = self._mask(query, key.shape[2])
+            out = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            outputs.append(out.transpose(1, 2))
+        return torch.cat(outputs, dim=1)
+
+    def _mask(self, query: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """Additive [n, p + n]: causal, aligned to the last query and the last key."""
+        shape = (query.shape[2], num_keys)
+        if shape not in self._masks:
+            visible = torch.ones(shape, dtype=torch.bool, device=query.device).tril(num_keys - shape[0])
+            mask = torch.zeros(shape, dtype=query.dtype, device=query.device)
+            self._masks[shape] = mask.masked_fill_(~visible, float("-inf"))
+        return self._masks[shape]
+
+
+def _chain(segments: Sequence[Segment], index: int) -> list[int]:
+    """The segment and its prefixes, outermost first."""
+    chain = [index]
+    while (prefix := segments[chain[0]].prefix) is not None:
+        chain.insert(0, prefix)
+    return chain
+
+
+def check_trainable(model: Any) -> None:
+    """Raises ConfigError for a model whose logits or attention the packed forward would get wrong."""
+    config = model.config
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ConfigError(
+                f"model type '{config.model_type}' sets {name}, which training doesn't support; "
+                "use a Llama or Qwen-family model"
+            )
+    layer_types = getattr(config, "layer_types", None) or []
+    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    if other or getattr(config, "use_sliding_window", False):
+        kinds = ", ".join(other) or "sliding_attention"
+        raise ConfigError(
+            f"model type '{config.model_type}' uses {kinds} layers; training supports full attention only"
+        )
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"model type '{config.model_type}' has no language-model head; load a causal language model")
+
+
+def packed_forward(model: Any, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """policy_logprobs [M] and entropy [M] of the loss tokens of `pack`, under softmax(logits / temperature).
+
+    Every row is computed as if it were alone, gradients included; the head runs only where a loss token is predicted.
+    """
+    device = model.get_input_embeddings().weight.device
+    hidden_1NH = model.base_model(
+        input_ids=pack.tokens_N.to(device)[None],
+        position_ids=pack.position_ids_N.to(device)[None],
+        attention=PackedAttention(pack.segments),
+        use_cache=False,
+    ).last_hidden_state
+    hidden_MH = hidden_1NH[0].index_select(0, pack.predict_M.to(device))
+    head = model.get_output_embeddings()
+    return token_logprobs(hidden_MH, head.weight, head.bias, pack.target_M.to(device), temperature)

@@ -1,0 +1,126 @@
+"""What an update reports. Means are sums with counts, so that they add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean in the making."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """NaN when nothing was counted."""
+        return self.total / self.count if self.count else math.nan
+
+    @classmethod
+    def of(cls, values_N: torch.Tensor) -> Mean:
+        return cls(float(values_N.detach().double().sum()), values_N.numel())
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Means over loss tokens by name, and maxima."""
+
+    means: dict[str, Mean] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, values_N: torch.Tensor) -> None:
+        self.means[name] = self.means.get(name, Mean()) + Mean.of(values_N)
+
+    def add_value(self, name: str, value: float) -> None:
+        self.means[name] = self.means.get(name, Mean()) + Mean(value, 1)
+
+    def add_max(self, name: str, values_N: torch.Tensor) -> None:
+        if values_N.numel():
+            self.maxima[name] = max(self.maxima.get(name, -math.inf), float(values_N.max()))
+
+    def mean(self, name: str) -> Mean:
+        return self.means.get(name, Mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateMetrics:
+    """One `sft_update` or `rl_update`. Means run over the loss tokens that were computed; NaN where there were none."""
+
+    loss: float
+    """The aggregated loss, mean over the optimizer steps of the update."""
+    grad_norm: float
+    """Before clipping; mean over the steps whose gradient was finite, NaN when there was none."""
+    entropy: Mean
+    """Nats, of the tempered policy."""
+    policy_logprob: Mean
+    ratio: Mean
+    """policy / old."""
+    ratio_max: float
+    clipped_low: Mean
+    clipped_high: Mean
+    dual_clipped: Mean
+    kl: Mean
+    """k3 to the reference; count 0 without one."""
+    kl_old: Mean
+    """k3 between the policy before the update and now: how far this update moved."""
+    mismatch_abs: Mean
+    """|engine - old| log-prob, where the engine gave one: sampler and learner disagree by this much."""
+    mismatch_k3: Mean
+    mismatch_max: float
+    num_rows: int
+    num_rows_skipped: int
+    """Rows that were not computed: no loss token, or advantage exactly 0 with no KL or entropy term."""
+    num_loss_tokens: int
+    """In the batch, skipped rows included: what the denominators count."""
+    num_tokens: int
+    """Run through the model forward and backward, shared prefixes once; every pass counts."""
+    num_steps: int
+    """Optimizer steps that were applied."""
+    num_steps_skipped: int
+    """Steps not applied because no token had a gradient, or the gradient was not finite."""
+    num_nonfinite: int
+    """Of these, the ones with a gradient that was not finite."""
+    lr: float
+    seconds: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat numbers for a log; a mean becomes its value."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {name: value.value if isinstance(value, Mean) else float(value) for name, value in values.items()}
+
+
+def update_metrics(tally: Tally, counts: Mapping[str, int], lr: float, seconds: float) -> UpdateMetrics:
+    """Put an update's tally and counts together."""
+    return UpdateMetrics(
+        loss=tally.mean("loss").value,
+        grad_norm=tally.mean("grad_norm").value,
+        entropy=tally.mean("entropy"),
+        policy_logprob=tally.mean("policy_logprob"),
+        ratio=tally.mean("ratio"),
+        ratio_max=tally.maxima.get("ratio", math.nan),
+        clipped_low=tally.mean("clipped_low"),
+        clipped_high=tally.mean("clipped_high"),
+        dual_clipped=tally.mean("dual_clipped"),
+        kl=tally.mean("kl"),
+        kl_old=tally.mean("kl_old"),
+        mismatch_abs=tally.mean("mismatch_abs"),
+        mismatch_k3=tally.mean("mismatch_k3"),
+        mismatch_max=tally.maxima.get("mismatch", math.nan),
+        num_rows=counts["rows"],
+        num_rows_skipped=counts["rows_skipped"],
+        num_loss_tokens=counts["loss_tokens"],
+        num_tokens=counts["tokens"],
+        num_steps=counts["steps"],
+        num_steps_skipped=counts["steps_skipped"],
+        num_nonfinite=counts["nonfinite"],
+        lr=lr,
+        seconds=seconds,
+    )

@@ -1,0 +1,127 @@
+"""What the learner trains on: rows, and the flat view of a batch's loss tokens.
+
+Axis letters: B rows, T tokens of one row, N loss tokens of the batch in row order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from upswing.trajectory.types import BoolT, Branch, Float32T, Int32T
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainRow:
+    """One branch as a training sample. There is no padding anywhere: a token's value never decides its role."""
+
+    tokens: Int32T
+    """[T] everything the model saw."""
+    loss_mask: BoolT
+    """[T] True on the tokens that are trained. Position 0 never is: nothing predicts it."""
+    advantage: float | Float32T = 0.0
+    """One for the whole row, or [T] per token (read at loss tokens only). Unused by SFT."""
+    engine_logprobs: Float32T | None = None
+    """[T] the sampler's log-probs, NaN where there is none; None: nowhere."""
+    group: int = 0
+    """Rows of one group are packed together, so that a prompt that they share is computed once."""
+    trajectory: int = -1
+    """Rows of one trajectory count as one sequence in the `seq-mean-*` aggregations; -1: the row is its own."""
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        arrays = {"loss_mask": self.loss_mask, "engine_logprobs": self.engine_logprobs}
+        if isinstance(self.advantage, np.ndarray):
+            arrays["advantage"] = self.advantage
+        for name, array in arrays.items():
+            if array is not None and array.shape != (length,):
+                raise ValueError(f"a row's {name} has shape {array.shape}, its tokens ({length},); they must be equal")
+        if self.loss_mask.dtype != np.bool_:
+            raise ValueError(f"a row's loss_mask has dtype {self.loss_mask.dtype}; it must be bool")
+
+    @classmethod
+    def from_branch(
+        cls, branch: Branch, *, advantage: float | Float32T = 0.0, group: int = 0, trajectory: int = -1
+    ) -> TrainRow:
+        """The row that trains on everything the agent said in `branch` and on nothing else."""
+        return cls(
+            tokens=branch.tokens,
+            loss_mask=branch.sampled,
+            advantage=advantage,
+            engine_logprobs=branch.engine_logprobs,
+            group=group,
+            trajectory=trajectory,
+        )
+
+    @property
+    def loss_positions(self) -> np.ndarray:
+        """int64, ascending: where the row is trained."""
+        positions = np.flatnonzero(self.loss_mask)
+        return positions[positions > 0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatBatch:
+    """The loss tokens of a batch in row order, as tensors [N]. A token's index here is its *slot*."""
+
+    row_N: torch.Tensor
+    """int64: index of the row."""
+    position_N: torch.Tensor
+    """int64: position within the row."""
+    sequence_N: torch.Tensor
+    """int64: which trajectory, for aggregation."""
+    advantages_N: torch.Tensor
+    """float32."""
+    engine_logprobs_N: torch.Tensor
+    """float32, NaN where unknown."""
+    start_B: np.ndarray
+    """int64 [B]: slot of each row's first loss token."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.row_N)
+
+    def to(self, device: torch.device) -> FlatBatch:
+        """The same with its tensors on `device`."""
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
+
+
+def flatten(rows: Sequence[TrainRow]) -> FlatBatch:
+    """Collect the loss tokens of `rows`.
+
+    Values at masked positions are never read, NaN there included. Raises ValueError for an advantage at a loss token
+    that isn't finite: a trajectory that could not be scored has advantage 0.
+    """
+    positions = [row.loss_positions for row in rows]
+    counts = np.array([len(found) for found in positions], dtype=np.int64)
+    position_N = np.concatenate([*positions, np.zeros(0, np.int64)])
+    row_N = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
+    advantage_N = np.empty(len(row_N), np.float32)
+    engine_N = np.full(len(row_N), np.nan, np.float32)
+    start_B = np.cumsum(counts) - counts
+    for row, found, start in zip(rows, positions, start_B, strict=True):
+        slots = slice(int(start), int(start) + len(found))
+        advantage_N[slots] = row.advantage[found] if isinstance(row.advantage, np.ndarray) else row.advantage
+        if row.engine_logprobs is not None:
+            engine_N[slots] = row.engine_logprobs[found]
+    bad = np.flatnonzero(~np.isfinite(advantage_N))
+    if len(bad):
+        raise ValueError(f"row {row_N[bad[0]]} has advantage {advantage_N[bad[0]]}; it must be finite (unscored: 0)")
+    return FlatBatch(
+        row_N=torch.from_numpy(row_N),
+        position_N=torch.from_numpy(position_N),
+        sequence_N=torch.from_numpy(_sequence_ids(rows)[row_N]),
+        advantages_N=torch.from_numpy(advantage_N),
+        engine_logprobs_N=torch.from_numpy(engine_N),
+        start_B=start_B,
+    )
+
+
+def _sequence_ids(rows: Sequence[TrainRow]) -> np.ndarray:
+    """int64 [B]: equal for rows of one trajectory; a row without one gets a number of its own."""
+    return np.array([r.trajectory if r.trajectory >= 0 else -1 - i for i, r in enumerate(rows)], dtype=np.int64)

@@ -1,0 +1,217 @@
+"""The recipe: everything that a run does, in one frozen object."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from upswing.errors import did_you_mean
+from upswing.recipe.fields import (
+    Bool,
+    Count,
+    CountOrZero,
+    Dtype,
+    Float,
+    Int,
+    Positive,
+    Section,
+    Text,
+    expand_shorthand,
+    refuse,
+)
+from upswing.recipe.stages import EvalStage, SftStage, Stage
+
+
+class EnvSection(Section):
+    """The environment. A plain string is its name."""
+
+    name: Text = Field(description="geo_search, tool, an import path my_pkg.env:MyEnv, or a file path/env.py:MyEnv.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
+
+
+class VerifierSection(Section):
+    """One verifier of the rubric. A plain string is its name."""
+
+    name: Text = Field(description="exact_match, f1, format, an import path my_pkg:check, or a file path/v.py:check.")
+    weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
+
+
+class DatasetSection(Section):
+    """Tasks from JSON Lines files: rows with `prompt` (or `messages`) and `answer` (or `answers`). A plain string is
+    the train file."""
+
+    train: Text = Field(description="Path of the train rows.")
+    dev: Text | None = Field(
+        default=None, description="Path of the dev rows; needed by RL's evaluation and eval stages."
+    )
+    test: Text | None = Field(default=None, description="Path of the test rows.")
+    shuffle: Bool = Field(
+        default=True, description="Shuffle train rows with the seed; false: keep the order of the file."
+    )
+    answer_required: Bool = Field(
+        default=True,
+        description="Refuse rows without an answer; false: the environment or a verifier checks otherwise.",
+    )
+
+
+class EngineSection(Section):
+    """The engine that samples."""
+
+    kind: Literal["torch"] = Field(default="torch", description="The embedded engine.")
+    max_slots: Count = Field(
+        default=32, description="Trajectories decoded together; each holds a cache of max_context."
+    )
+    max_context: Annotated[int, Field(strict=True, ge=16)] = Field(
+        default=2048, description="Tokens a trajectory may have."
+    )
+    dtype: Dtype = Field(
+        default="auto", description="Precision; auto: bfloat16 where the processor has it, else float32."
+    )
+    prefill_chunk: Count = Field(default=512, description="Prompt tokens run through the model at once.")
+
+
+class LearnerSection(Section):
+    """The learner. Master weights are always float32."""
+
+    dtype: Dtype = Field(default="auto", description="Compute precision; auto: bfloat16 where the processor has it.")
+
+
+class LimitsSection(Section):
+    """What ends a trajectory before it ends itself. Seconds are wall time; deadlines nest."""
+
+    turn_tokens: Count = Field(default=128, description="Tokens one turn may sample; a cut turn ends the trajectory.")
+    context_tokens: Count = Field(default=1024, description="Tokens of one branch, prompts and tool results included.")
+    env_timeout_s: Positive = Field(
+        default=60.0, description="One step of the environment; past it the trajectory errors."
+    )
+    turn_timeout_s: Positive = Field(default=600.0, description="Sampling one turn; past it the trajectory errors.")
+    rollout_timeout_s: Positive = Field(default=1800.0, description="The whole trajectory; past it it is truncated.")
+    scoring_timeout_s: Positive = Field(
+        default=60.0, description="All verifiers of a trajectory; past it there is no score."
+    )
+    max_retries: CountOrZero = Field(default=1, description="How often an errored trajectory is tried again.")
+
+    @model_validator(mode="after")
+    def _nest(self) -> Self:
+        if self.turn_tokens > self.context_tokens:
+            raise refuse(
+                "turn_tokens", f"got {self.turn_tokens}; allowed: up to context_tokens ({self.context_tokens})"
+            )
+        for key in ("env_timeout_s", "turn_timeout_s"):
+            if getattr(self, key) > self.rollout_timeout_s:
+                raise refuse(
+                    key, f"got {getattr(self, key):g}; allowed: up to rollout_timeout_s ({self.rollout_timeout_s:g})"
+                )
+        return self
+
+
+class Recipe(Section):
+    """A list of stages and what they share."""
+
+    name: Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(
+        description="Name of the recipe: letters, digits, _ . and -; part of the run folder's name."
+    )
+    model: Text = Field(
+        description="The base model: smollm2-135m, tiny, a Hugging Face folder or hub id, or a GGUF file."
+    )
+    seed: Int = Field(default=0, description="Everything random is derived from it.")
+    env: EnvSection = Field(description="The environment.")
+    dataset: DatasetSection | None = Field(
+        default=None, description="Tasks for an environment without tasks of its own."
+    )
+    verifiers: tuple[VerifierSection, ...] = Field(
+        min_length=1, description="The rubric: the reward is the weighted sum of these."
+    )
+    engine: EngineSection = Field(default_factory=EngineSection, description="The engine that samples.")
+    learner: LearnerSection = Field(default_factory=LearnerSection, description="The learner.")
+    limits: LimitsSection = Field(default_factory=LimitsSection, description="What ends a trajectory.")
+    stages: tuple[Stage, ...] = Field(min_length=1, description="What is done, in order.")
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_name(cls, value: Any) -> Any:
+        return expand_shorthand(value, "name")
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _train_file(cls, value: Any) -> Any:
+        return expand_shorthand(value, "train")
+
+    @field_validator("verifiers", mode="before")
+    @classmethod
+    def _verifier_names(cls, value: Any) -> Any:
+        return [expand_shorthand(one, "name") for one in value] if isinstance(value, list | tuple) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.limits.context_tokens > self.engine.max_context:
+            raise refuse(
+                "limits.context_tokens",
+                f"got {self.limits.context_tokens}; allowed: up to engine.max_context ({self.engine.max_context})",
+            )
+        self._check_verifiers()
+        self._check_stage_names()
+        return self
+
+    def _check_verifiers(self) -> None:
+        names = [verifier.name for verifier in self.verifiers]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise refuse(f"verifiers.{index}.name", f"got '{name}' twice; allowed: each verifier once")
+        if not any(verifier.weight for verifier in self.verifiers):
+            raise refuse("verifiers.0.weight", "got 0 for every verifier, so that the reward is always 0")
+
+    def _check_stage_names(self) -> None:
+        """Names are unique and every reference is to an earlier stage with weights."""
+        weights: list[str] = ["base"]
+        for index, stage in enumerate(self.stages):
+            key = f"stages.{index}"
+            taken = [earlier.name for earlier in self.stages[:index]]
+            if stage.name in taken:
+                raise refuse(f"{key}.name", f"got '{stage.name}' twice; give each stage a name of its own")
+            if stage.name in RESERVED_NAMES or stage.name.isdigit() or not is_plain(stage.name):
+                raise refuse(
+                    f"{key}.name",
+                    f"got '{stage.name}'; allowed: letters, digits, _ and -, other than {', '.join(RESERVED_NAMES)}",
+                )
+            references = (
+                [("of", name) for name in stage.of] if isinstance(stage, EvalStage) else [("from", stage.from_)]
+            )
+            if isinstance(stage, SftStage) and stage.time_limit_as is not None:
+                references.append(("time_limit_as", stage.time_limit_as))
+            for field, name in references:
+                allowed = weights[1:] if field == "time_limit_as" else ["previous", *weights]
+                if name not in allowed:
+                    raise refuse(
+                        f"{key}.{field}",
+                        f"got '{name}', no earlier stage with weights{did_you_mean(name, allowed)} "
+                        f"(allowed: {', '.join(allowed) or 'none yet'})",
+                    )
+            if not isinstance(stage, EvalStage):
+                weights.append(stage.name)
+
+    def dump(self) -> str:
+        """The resolved recipe as YAML, every key included; `load_recipe` reads it back to an equal recipe."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-like data, every key included, under the names used in YAML."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def source_of(self, index: int, reference: str = "previous") -> str:
+        """The stage name whose final weights `reference` means at stage `index`, or `base`."""
+        if reference != "previous":
+            return reference
+        earlier = [stage.name for stage in self.stages[:index] if not isinstance(stage, EvalStage)]
+        return earlier[-1] if earlier else "base"
+
+
+# A stage's name may not hide a key of the recipe in overrides, nor a word with a meaning of its own.
+RESERVED_NAMES = ("base", "previous", *Recipe.model_fields)
+
+
+def is_plain(name: str) -> bool:
+    return all(letter.isalnum() or letter in "_-" for letter in name)

@@ -1,0 +1,134 @@
+"""Many trajectories at once: groups of a task, batches of groups, demonstrations.
+
+Trajectories run concurrently; the engine batches their turns, and a slow tool holds up only its own trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from upswing.engine.base import Engine, Sampling
+from upswing.envs.base import Environment
+from upswing.rollout.agent_loop import ExpertSpeaker, PolicySpeaker, Speaker, play
+from upswing.rollout.limits import Limits
+from upswing.seeding import derive_seed
+from upswing.trajectory.render import ChatRenderer
+from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
+from upswing.verify.base import Episode
+
+OnDone = Callable[[Trajectory], None]
+
+
+class Scorer(Protocol):
+    async def score(self, episode: Episode) -> Score: ...
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """Plays tasks into scored trajectories."""
+
+    make_env: Callable[[], Environment]
+    rubric: Scorer
+    renderer: ChatRenderer
+    end_tokens: tuple[int, ...]
+    limits: Limits
+    engine: Engine
+    max_concurrent: int = 64
+    """Trajectories in play at once; more wait, so that each one in play keeps its place in the engine's cache."""
+    max_retries: int = 1
+    """How often an errored trajectory is tried again (with another seed)."""
+
+    async def groups(
+        self, tasks: Sequence[Task], *, size: int, sampling: Sampling, seed: int, on_done: OnDone | None = None
+    ) -> list[Group]:
+        """Play each task `size` times -> one Group a task, in order. Errored attempts stay in their group, marked so;
+        each is followed by up to `max_retries` new attempts."""
+        gate = asyncio.Semaphore(self.max_concurrent)
+
+        async def attempts(task: Task, index: int) -> list[Trajectory]:
+            tried: list[Trajectory] = []
+            for attempt in range(self.max_retries + 1):
+                name = f"{task.id}/{seed}/{index}" + (f".{attempt}" if attempt else "")
+                async with gate:
+                    tried.append(await self._sampled(task, name, sampling, derive_seed(seed, task.id, index, attempt)))
+                if tried[-1].outcome is not Outcome.ERRORED:
+                    break
+            if on_done:
+                on_done(tried[-1])
+            return tried
+
+        jobs = [[asyncio.ensure_future(attempts(task, i)) for i in range(size)] for task in tasks]
+        try:
+            done = [[await job for job in row] for row in jobs]
+        except BaseException:
+            for job in (job for row in jobs for job in row):
+                job.cancel()
+            raise
+        return [
+            Group(task=task, trajectories=tuple(t for tried in row for t in tried))
+            for task, row in zip(tasks, done, strict=True)
+        ]
+
+    async def singles(
+        self, tasks: Sequence[Task], *, sampling: Sampling, seed: int, on_done: OnDone | None = None
+    ) -> list[Trajectory]:
+        """One trajectory a task, in order: the last attempt where earlier ones errored."""
+        groups = await self.groups(tasks, size=1, sampling=sampling, seed=seed, on_done=on_done)
+        return [group.trajectories[-1] for group in groups]
+
+    async def demonstrations(
+        self, tasks: Iterable[Task], *, count: int, seed: int, min_reward: float, on_done: OnDone | None = None
+    ) -> tuple[list[Trajectory], list[Trajectory]]:
+        """Let the environment's scripted expert play until `count` trajectories reach `min_reward`.
+
+        Returns (kept, rejected). Stops early when the tasks run out, or when 20 in a row were rejected at the start.
+        """
+        kept: list[Trajectory] = []
+        rejected: list[Trajectory] = []
+        for task in tasks:
+            if len(kept) >= count or (not kept and len(rejected) >= 20):
+                break
+            env = self.make_env()
+            task_seed = derive_seed(seed, "expert", task.id)
+            expert = ExpertSpeaker(expert=env.expert(task, random.Random(task_seed)))
+            trajectory = await self._played(task, f"{task.id}/expert/{seed}", env, expert, task_seed)
+            good = trajectory.reward is not None and trajectory.reward >= min_reward
+            (kept if good else rejected).append(trajectory)
+            if on_done and good:
+                on_done(trajectory)
+        return kept, rejected
+
+    async def _sampled(self, task: Task, name: str, sampling: Sampling, seed: int) -> Trajectory:
+        sampling = replace(sampling, stop_tokens=tuple(sorted({*sampling.stop_tokens, *self.end_tokens})))
+        speaker = PolicySpeaker(engine=self.engine, sampling=sampling, limits=self.limits, session=name, seed=seed)
+        return await self._played(task, name, self.make_env(), speaker, seed)
+
+    async def _played(self, task: Task, name: str, env: Environment, speaker: Speaker, seed: int) -> Trajectory:
+        trajectory = await play(
+            task,
+            trajectory_id=name,
+            env=env,
+            speaker=speaker,
+            renderer=self.renderer,
+            end_tokens=self.end_tokens,
+            limits=self.limits,
+            seed=seed,
+        )
+        return await self._scored(trajectory)
+
+    async def _scored(self, trajectory: Trajectory) -> Trajectory:
+        """Attach the rubric's score. Errored and cancelled trajectories get none, and neither does a hung verifier's."""
+        if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
+            return trajectory
+        try:
+            scoring = self.rubric.score(Episode.of(trajectory))
+            score = await asyncio.wait_for(scoring, self.limits.scoring_timeout_s)
+        except TimeoutError:
+            score = Score(value=None, reason=f"scoring took longer than {self.limits.scoring_timeout_s:g} s")
+        except Exception as problem:
+            score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
+        return replace(trajectory, score=score)

@@ -1,0 +1,113 @@
+"""What the stages of one run share: models, rollouts, the run folder, and which stages are done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from upswing.engine.base import Sampling
+from upswing.engine.torch import TorchEngine
+from upswing.envs.base import Environment
+from upswing.models.load import LoadedModel, load_model
+from upswing.monitor.metrics import MetricsLog
+from upswing.monitor.progress import Progress
+from upswing.recipe import Recipe
+from upswing.rollout.collect import Rollouts
+from upswing.trajectory.store import TrajectoryStore
+from upswing.trajectory.types import Task, Trajectory
+from upswing.view.run_folder import read_json, replace_file
+
+STATE = "state.json"
+FINAL = "final"
+
+
+class TaskSource:
+    """The tasks of each split: the environment's own stream, or the rows of a dataset."""
+
+    def __init__(self, stream: Callable[[str, int], Iterator[Task]]) -> None:
+        self._stream = stream
+
+    def take(self, split: str, seed: int, count: int, skip: int = 0) -> list[Task]:
+        """Tasks `skip` to `skip + count` of a split's stream; fewer when it ends."""
+        return list(islice(self._stream(split, seed), skip, skip + count))
+
+    def stream(self, split: str, seed: int) -> Iterator[Task]:
+        return self._stream(split, seed)
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """`state.json`: what each finished stage left behind. Rewritten atomically, so a kill leaves the old or the new."""
+
+    path: Path
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, out: Path) -> RunState:
+        path = out / STATE
+        return cls(path=path, stages=dict((read_json(path) or {}).get("stages", {})))
+
+    def finish(self, name: str, **facts: Any) -> None:
+        self.stages[name] = {"done": True, **facts}
+        replace_file(self.path, json.dumps({"stages": self.stages}, indent=1))
+
+    def is_done(self, name: str) -> bool:
+        return bool(self.stages.get(name, {}).get("done"))
+
+
+@dataclass(kw_only=True)
+class RunContext:
+    """Everything a stage needs. Stages run one after the other and leave their weights as checkpoints."""
+
+    recipe: Recipe
+    out: Path
+    progress: Progress
+    loaded: LoadedModel
+    engine: TorchEngine
+    rollouts: Rollouts
+    make_env: Callable[[], Environment]
+    tasks: TaskSource
+    store: TrajectoryStore
+    metrics: MetricsLog
+    state: RunState
+    recovered: Callable[[Trajectory], bool | None] | None = None
+    """Whether a trajectory got past a failed first attempt; None when the environment can't tell."""
+    compute_dtype: torch.dtype = torch.float32
+    """Of the learner's forward and backward; its master weights are fp32."""
+    next_version: int = 1
+    """Policy versions go up over the whole run, so that no two sets of weights share one."""
+
+    def checkpoint(self, source: str) -> Path | None:
+        """Folder of a stage's final weights; None for the base model."""
+        return None if source == "base" else self.out / "checkpoints" / source / FINAL
+
+    def source_model(self, source: str) -> PreTrainedModel:
+        """A fresh copy of a stage's final weights (or the base model's) in fp32."""
+        folder = self.checkpoint(source)
+        return load_model(self.recipe.model if folder is None else str(folder)).model
+
+    async def push_weights(self, weights: Mapping[str, torch.Tensor]) -> int:
+        """Load weights into the engine under the next policy version -> that version."""
+        version, self.next_version = self.next_version, self.next_version + 1
+        await self.engine.update_weights(weights, version)
+        return version
+
+    def sampling(self, *, temperature: float) -> Sampling:
+        return Sampling(max_tokens=self.recipe.limits.turn_tokens, temperature=temperature)
+
+    def note(self, text: str) -> None:
+        """Say it to the person and keep it in the run's log."""
+        self.progress.note(text)
+        self.metrics.event(text)
+
+    def warn(self, title: str, *, evidence: str, remedy: str, stage: str, step: int) -> None:
+        """Say it loudly and keep it as a finding."""
+        self.progress.warn(f"{title}: {evidence}. {remedy}")
+        self.metrics.finding(title, evidence=evidence, remedy=remedy, stage=stage, step=step)

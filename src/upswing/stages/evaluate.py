@@ -1,0 +1,92 @@
+"""The `eval` stage, and the same measurement inside other stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from upswing.evals.summary import EvalSummary, result_entry, results_table, summarize
+from upswing.recipe import EvalStage
+from upswing.seeding import derive_seed
+from upswing.stages.context import RunContext
+from upswing.stages.examples import write_examples
+from upswing.trajectory.types import Task, Trajectory
+from upswing.view.run_folder import RESULTS, read_json
+from upswing.view.report import write_results
+
+SUCCESS = "strict_match"
+
+
+async def measure(
+    context: RunContext, tasks: Sequence[Task], *, label: str, temperature: float, samples: int, seed: int
+) -> tuple[EvalSummary, list[Trajectory]]:
+    """Play the tasks with the engine's current weights. `temperature` 0 is greedy."""
+    with context.progress.task(label, total=len(tasks) * samples, unit="trajectory") as shown:
+        groups = await context.rollouts.groups(
+            tasks,
+            size=samples,
+            sampling=context.sampling(temperature=temperature),
+            seed=seed,
+            on_done=lambda trajectory: shown.advance(1),
+        )
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        summary = summarize(trajectories, recovered=context.recovered, success=SUCCESS)
+        shown.update(reward=round(summary.reward.mean, 3))
+    return summary, trajectories
+
+
+async def run_eval(context: RunContext, stage: EvalStage, index: int) -> dict[str, Any]:
+    """Measure every checkpoint of `of` on the same questions, each compared with the one before it."""
+    tasks = context.tasks.take(stage.split, derive_seed(context.recipe.seed, stage.split, stage.seed), stage.tasks)
+    if len(tasks) < stage.tasks:
+        context.warn(
+            "fewer questions than asked for",
+            evidence=f"split '{stage.split}' has {len(tasks)} tasks, the recipe asks for {stage.tasks}",
+            remedy="Intervals will be wider; add tasks or ask for fewer.",
+            stage=stage.name,
+            step=0,
+        )
+    entries: list[dict[str, Any]] = []
+    played: dict[str, list[Trajectory]] = {}
+    previous: tuple[str, EvalSummary] | None = None
+    for number, reference in enumerate(stage.of):
+        source = context.recipe.source_of(index, reference)
+        started = time.perf_counter()
+        await context.push_weights(context.source_model(source).state_dict())
+        summary, trajectories = await measure(
+            context,
+            tasks,
+            label=f"{stage.name}: {source}",
+            temperature=0.0 if stage.greedy else float(stage.temperature or 1.0),
+            samples=stage.samples,
+            seed=stage.seed,
+        )
+        context.store.append(stage.name, number, trajectories)
+        entries.append(
+            result_entry(
+                source,
+                stage.name,
+                summary,
+                split=stage.split,
+                mode="greedy" if stage.greedy else "sampled",
+                previous=previous[1] if previous else None,
+                previous_label=previous[0] if previous else "",
+                metric=SUCCESS,
+                wall_s=round(time.perf_counter() - started, 1),
+            )
+        )
+        previous = (source, summary)
+        played[source] = trajectories
+    _publish(context, stage, entries, played)
+    return {}
+
+
+def _publish(
+    context: RunContext, stage: EvalStage, entries: list[dict[str, Any]], played: dict[str, list[Trajectory]]
+) -> None:
+    """Add to results.json (a repeated stage replaces its own entries), show the table, choose example trajectories."""
+    kept = [entry for entry in (read_json(context.out / RESULTS) or []) if entry["stage"] != stage.name]
+    write_results(context.out, [*kept, *entries])
+    context.progress.table(results_table(entries, title=f"{stage.name}: {stage.split}, {stage.tasks} tasks"))
+    write_examples(context, played)

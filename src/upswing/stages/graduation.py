@@ -1,0 +1,115 @@
+"""Is SFT done? Format learned, validation loss flat, and diversity kept, so that RL has something to choose from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from upswing.evals.summary import EvalSummary, record_of, summarize
+from upswing.recipe import Graduation
+from upswing.seeding import derive_seed
+from upswing.stages.context import RunContext
+from upswing.stages.evaluate import SUCCESS
+from upswing.trajectory.types import Outcome, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """One requirement. `value` NaN: it could not be measured, which doesn't pass."""
+
+    name: str
+    value: float
+    limit: float
+    passed: bool
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    criteria: tuple[Criterion, ...]
+
+    @property
+    def graduated(self) -> bool:
+        return all(criterion.passed for criterion in self.criteria)
+
+    @property
+    def words(self) -> str:
+        """What a person reads: that it graduated, or what is lacking and by how much."""
+        lacking = [criterion.words for criterion in self.criteria if not criterion.passed]
+        if not lacking:
+            return "graduated: " + "; ".join(criterion.words for criterion in self.criteria)
+        return "not graduated: " + "; ".join(lacking)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"graduated": self.graduated, "words": self.words} | {c.name: c.value for c in self.criteria}
+
+
+def flatness(losses: Sequence[float], tolerance: float) -> Criterion:
+    """Whether the validation loss stopped falling: its relative fall between the last two checks is below tolerance."""
+    fall = (losses[-2] - losses[-1]) / losses[-2] if len(losses) > 1 and losses[-2] > 0 else math.nan
+    flat = fall < tolerance
+    seen = "measured only once" if math.isnan(fall) else f"fell by {100 * fall:.1f} % since the last check"
+    return Criterion(
+        name="loss_fall_frac",
+        value=fall,
+        limit=tolerance,
+        passed=flat,
+        words=f"validation loss {losses[-1]:.4f} {seen} ({'flat' if flat else 'not flat'} at {100 * tolerance:g} %)",
+    )
+
+
+def _least(name: str, value: float, limit: float, label: str) -> Criterion:
+    passed = value >= limit
+    words = f"{label} {value:.3g} ({'at least' if passed else 'below'} {limit:g})"
+    return Criterion(name=name, value=value, limit=limit, passed=passed, words=words)
+
+
+def diversity(summary: EvalSummary, format_valid: float, entropy: float, rules: Graduation) -> tuple[Criterion, ...]:
+    """The criteria that need samples: `pass_k` of them for each task."""
+    first, many = summary.pass_at_k.get(1, math.nan), summary.pass_at_k.get(rules.pass_k, math.nan)
+    return (
+        _least("format_valid_frac", format_valid, rules.min_format_valid, "share in the right format"),
+        _least("passk_gain", many - first, rules.min_passk_gain, f"pass@{rules.pass_k} minus pass@1"),
+        _least("entropy", entropy, rules.min_entropy, "entropy in nats"),
+        _least("mixed_frac", summary.mixed_frac, rules.min_mixed_frac, "share of tasks solved by some samples only"),
+    )
+
+
+def is_well_formed(trajectory: Trajectory) -> bool:
+    """The agent followed the protocol to its end: an answer where it belongs, and no invalid call on the way."""
+    records = trajectory.tool_records
+    return (
+        trajectory.outcome is Outcome.COMPLETED
+        and trajectory.answer is not None
+        and all(record.ok for record in records)
+    )
+
+
+async def examine(context: RunContext, rules: Graduation, stage: str, step: int, flat: Criterion) -> Verdict:
+    """Sample train tasks with the engine's current weights and judge."""
+    tasks = context.tasks.take("train", derive_seed(context.recipe.seed, stage, "graduation"), rules.tasks)
+    with context.progress.task(f"{stage}: graduation check", total=len(tasks) * rules.pass_k, unit="trajectory") as shown:
+        groups = await context.rollouts.groups(
+            tasks,
+            size=rules.pass_k,
+            sampling=context.sampling(temperature=rules.temperature),
+            seed=derive_seed(context.recipe.seed, stage, "graduation", step),
+            on_done=lambda trajectory: shown.advance(1),
+        )
+    played = [t for group in groups for t in group.trajectories]
+    counted = [t for t in played if record_of(t).counted]
+    summary = summarize(counted, success=SUCCESS, resamples=100)
+    valid = sum(map(is_well_formed, counted)) / len(counted) if counted else math.nan
+    return Verdict(criteria=(flat, *diversity(summary, valid, sampled_entropy(counted), rules)))
+
+
+def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Mean of -log-prob over sampled tokens [nats]: an unbiased estimate of the policy's entropy; NaN without tokens."""
+    total, count = 0.0, 0
+    for trajectory in trajectories:
+        for branch in trajectory.branches:
+            total -= float(branch.engine_logprobs[branch.sampled].sum())
+            count += int(branch.sampled.sum())
+    return total / count if count else math.nan

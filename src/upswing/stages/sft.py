@@ -1,0 +1,152 @@
+"""The `sft` stage: a scripted expert plays the environment, the model learns what it said, until it graduates."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from upswing.errors import ConfigError
+from upswing.learn.learner import Learner
+from upswing.learn.rows import TrainRow
+from upswing.learn.schedule import Schedule
+from upswing.recipe import SftStage
+from upswing.seeding import derive_seed
+from upswing.stages.context import FINAL, RunContext
+from upswing.stages.graduation import Verdict, examine, flatness
+from upswing.stages.rows import sft_rows
+from upswing.trajectory.types import Trajectory
+
+
+@dataclass(kw_only=True)
+class _Training:
+    """Where a stage is."""
+
+    learner: Learner
+    rows: list[TrainRow]
+    validation: list[TrainRow]
+    limit_s: float | None
+    total: int
+    """Updates planned; a time limit may end the stage earlier or later."""
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    trained_s: float = 0.0
+    verdict: Verdict | None = None
+
+
+async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str, Any]:
+    """Train and save the final weights -> facts for state.json."""
+    # A killed SFT stage starts over: everything in it is derived from the seed, so it ends where it would have ended.
+    context.metrics.truncate_after(stage.name, -1)
+    kept, validation = await _demonstrations(context, stage)
+    per_epoch = -(-len(kept) // stage.batch_size)
+    total = per_epoch * stage.epochs
+    training = _Training(
+        learner=_learner(context, stage, index, total),
+        rows=sft_rows(kept),
+        validation=sft_rows(validation),
+        limit_s=_limit_s(context, stage),
+        total=total,
+    )
+    await _train(context, stage, training)
+    folder = context.out / "checkpoints" / stage.name / FINAL
+    training.learner.save(folder, tokenizer=context.loaded.tokenizer)
+    facts: dict[str, Any] = {"steps": training.step, "train_s": round(training.trained_s, 1)}
+    if training.verdict:
+        facts["graduation"] = training.verdict.as_dict()
+    return facts
+
+
+async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Trajectory], list[Trajectory]]:
+    """(training, validation) trajectories of the expert that reached `min_reward`; both from the train split."""
+    seed = derive_seed(context.recipe.seed, "demonstrations", stage.demonstrations_seed)
+    wanted = stage.demonstrations + stage.validation_demonstrations
+    with context.progress.task(f"{stage.name}: demonstrations", total=wanted, unit="demo") as shown:
+        kept, rejected = await context.rollouts.demonstrations(
+            context.tasks.stream("train", seed),
+            count=wanted,
+            seed=seed,
+            min_reward=stage.min_reward,
+            on_done=lambda trajectory: shown.advance(1),
+        )
+    if len(kept) < wanted:
+        raise ConfigError(
+            f"stages.{stage.name}.demonstrations: asked for {wanted} (validation included), but only {len(kept)} of "
+            f"{len(kept) + len(rejected)} expert trajectories reached reward {stage.min_reward:g}; lower min_reward or "
+            f"demonstrations, or mend the expert"
+        )
+    context.store.append(stage.name, 0, kept)
+    context.note(f"{stage.name}: {wanted} demonstrations kept, {len(rejected)} rejected below {stage.min_reward:g}")
+    return kept[: stage.demonstrations], kept[stage.demonstrations :]
+
+
+def _learner(context: RunContext, stage: SftStage, index: int, total: int) -> Learner:
+    return Learner(
+        context.source_model(context.recipe.source_of(index, stage.from_)),
+        lr=stage.lr,
+        weight_decay=stage.weight_decay,
+        grad_clip=stage.grad_clip,
+        schedule=Schedule(kind=stage.schedule, warmup=int(stage.warmup_frac * total), total=total),
+        max_tokens_per_pack=stage.max_tokens_per_pack,
+        compute_dtype=context.compute_dtype,
+    )
+
+
+def _limit_s(context: RunContext, stage: SftStage) -> float | None:
+    """The stage's time limit; that of another stage's training when `time_limit_as` names it."""
+    if stage.time_limit_as is None:
+        return stage.time_limit_s
+    return float(context.state.stages[stage.time_limit_as]["train_s"])
+
+
+def _batches(rows: Sequence[TrainRow], size: int, seed: int) -> Iterator[list[TrainRow]]:
+    """Endless batches: each epoch in an order of its own, derived from the seed; the last one may be smaller."""
+    epoch = 0
+    while True:
+        order = list(rows)
+        random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
+        epoch += 1
+
+
+async def _train(context: RunContext, stage: SftStage, training: _Training) -> None:
+    batches = _batches(training.rows, stage.batch_size, derive_seed(context.recipe.seed, stage.name))
+    with context.progress.task(stage.name, total=training.total, unit="update") as shown:
+        while not _is_over(training):
+            started = time.perf_counter()
+            metrics = training.learner.sft_update(next(batches))
+            training.trained_s += time.perf_counter() - started
+            training.step += 1
+            context.metrics.append(stage.name, training.step, metrics.as_dict())
+            shown.update(training.step, loss=round(metrics.loss, 4), lr=metrics.lr)
+            at_end = _is_over(training)
+            if at_end or (stage.eval_every and training.step % stage.eval_every == 0):
+                await _check(context, stage, training, at_end)
+                if training.verdict and training.verdict.graduated and stage.graduation.stop:
+                    break
+    if training.verdict:
+        context.note(f"{stage.name}: after {training.step} updates {training.verdict.words}")
+
+
+def _is_over(training: _Training) -> bool:
+    if training.limit_s is not None:
+        return training.trained_s >= training.limit_s
+    return training.step >= training.total
+
+
+async def _check(context: RunContext, stage: SftStage, training: _Training, at_end: bool) -> None:
+    """Validation loss; and the graduation check, once the loss is flat or training ends (it costs rollouts)."""
+    if training.validation:
+        training.losses.append(training.learner.sft_loss(training.validation))
+        context.metrics.append(stage.name, training.step, {"validation_loss": training.losses[-1]})
+    rules = stage.graduation
+    if not rules.enabled or not training.losses:
+        return
+    flat = flatness(training.losses, rules.flat_tol)
+    if flat.passed or at_end:
+        await context.push_weights(training.learner.weights())
+        training.verdict = await examine(context, rules, stage.name, training.step, flat)
+        context.metrics.append(stage.name, training.step, training.verdict.as_dict())

@@ -1,0 +1,194 @@
+"""Example trajectories for the report: how they are stored (`examples.json`) and shown.
+
+Format of `examples.json`, a list of
+
+    {"title": str, "task_id": str, "question": str, "gold": [str], "kind": "before_after" | "recovery", "note": str,
+     "trajectories": [{"label": str, "stage": str, "answer": str | None, "reward": float | None,
+                       "components": {name: float | None}, "outcome": str, "stop_reason": str, "num_turns": int,
+                       "messages": [{"role", "content", "name"}],
+                       "tool_records": [{"name", "arguments", "result", "ok", "turn"}],
+                       "branches": [[{"text", "id", "sampled", "logprob", "turn", "version"}]]}]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from upswing.trajectory.types import Branch, Trajectory
+from upswing.view.charts import number
+from upswing.view.html import Html, h, join
+from upswing.view.run_folder import EXAMPLES, json_safe, replace_file
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text, special tokens kept: `lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`."""
+
+_MAX_BYTES = 4
+"""Longest UTF-8 character: more tokens than this can't be parts of one."""
+
+
+def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """Text of every token, so that joined they read as the whole.
+
+    A character may span several tokens: its text then stands at its last one and the others are empty. Tokens are
+    decoded behind the previous ones, because some tokenizers drop a leading space at the start.
+    """
+    texts, pending, before = [], list[int](), list[int]()
+    for index, token in enumerate(tokens):
+        pending.append(int(token))
+        prefix = decode(before) if before else ""
+        whole = decode(before + pending)
+        text = whole[len(prefix) :] if whole.startswith(prefix) else decode(pending)
+        cut = text.endswith("\ufffd") and len(pending) < _MAX_BYTES and index + 1 < len(tokens)
+        texts.append("" if cut else text)
+        if not cut:
+            before, pending = pending, []
+    return texts
+
+
+def _branch_tokens(branch: Branch, decode: Decode) -> list[dict[str, Any]]:
+    texts = token_texts(branch.tokens.tolist(), decode)
+    columns = (branch.tokens, branch.sampled, branch.engine_logprobs, branch.turn, branch.policy_version)
+    rows = zip(texts, *(column.tolist() for column in columns), strict=True)
+    return [
+        {"text": text, "id": token, "sampled": sampled, "logprob": logprob, "turn": turn, "version": version}
+        for text, token, sampled, logprob, turn, version in rows
+    ]
+
+
+def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str = "") -> dict[str, Any]:
+    """One entry of an example's `trajectories`; `label` says whose it is, such as `base` or `RL`."""
+    records = [
+        {"name": r.call.name, "arguments": r.call.arguments, "result": r.result, "ok": r.ok, "turn": r.turn}
+        for r in trajectory.tool_records
+    ]
+    example = {
+        "label": label,
+        "stage": stage,
+        "answer": trajectory.answer,
+        "reward": trajectory.reward,
+        "components": dict(trajectory.score.components) if trajectory.score else {},
+        "outcome": str(trajectory.outcome),
+        "stop_reason": str(trajectory.stop_reason),
+        "num_turns": trajectory.num_turns,
+        "messages": [asdict(message) for message in trajectory.messages],
+        "tool_records": records,
+        "branches": [_branch_tokens(branch, decode) for branch in trajectory.branches],
+    }
+    return dict(json_safe(example))
+
+
+def example_entry(
+    trajectories: Sequence[Mapping[str, Any]],
+    *,
+    trajectory: Trajectory,
+    title: str,
+    kind: str = "before_after",
+    note: str = "",
+) -> dict[str, Any]:
+    """An entry of `examples.json` from `example_from` dicts of one task; `trajectory` is any of them, for its task."""
+    question = next((m.content for m in reversed(trajectory.task.messages) if m.role == "user"), "")
+    task = {"task_id": trajectory.task.id, "question": question, "gold": list(trajectory.task.gold)}
+    return {"title": title, **task, "kind": kind, "note": note, "trajectories": list(trajectories)}
+
+
+def write_examples(run_dir: Path, examples: Sequence[Mapping[str, Any]]) -> Path:
+    """Write `examples.json` atomically."""
+    path = Path(run_dir) / EXAMPLES
+    replace_file(path, json.dumps(json_safe(examples), ensure_ascii=False))
+    return path
+
+
+def render_example(example: Mapping[str, Any]) -> Html:
+    """One task, its trajectories side by side."""
+    gold = [str(answer) for answer in example.get("gold") or []]
+    accepted = h("p", "Accepted: ", join((h("b", answer) for answer in gold), " or "), class_="gold") if gold else None
+    question = example.get("question")
+    return h(
+        "article",
+        h("h3", example.get("title") or "Example", " ", h("small", example.get("task_id", ""))),
+        h("p", question, class_="question") if question else None,
+        accepted,
+        h("p", example["note"]) if example.get("note") else None,
+        h("div", *(_column(item) for item in example.get("trajectories") or []), class_="columns"),
+        class_="card example" + (" recovery" if example.get("kind") == "recovery" else ""),
+    )
+
+
+def _column(item: Mapping[str, Any]) -> Html:
+    reward = item.get("reward")
+    verdict = "not scored" if reward is None else f"reward {number(float(reward))}"
+    good = "" if reward is None else (" good" if float(reward) >= 1 else " bad" if float(reward) <= 0 else "")
+    answer = item.get("answer")
+    head = h(
+        "header",
+        h("b", item.get("label", "?")),
+        h("span", verdict, class_="chip" + good),
+        h("span", str(item.get("stop_reason", "")).replace("_", " "), class_="chip"),
+        class_="row",
+    )
+    components = item.get("components") or {}
+    scores = "  ·  ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in components.items())
+    branches = item.get("branches") or []
+    streams = [_stream(tokens, index, len(branches), item) for index, tokens in enumerate(branches)]
+    return h(
+        "section",
+        head,
+        h("p", "Answer: ", h("b", answer) if answer is not None else h("i", "none given"), class_="answer"),
+        h("p", scores, class_="muted") if scores else None,
+        _calls(item.get("tool_records") or []),
+        *(streams or _messages(item.get("messages") or [])),
+        class_="trajectory",
+    )
+
+
+def _calls(records: Sequence[Mapping[str, Any]]) -> Html | None:
+    if not records:
+        return None
+    rows = []
+    for record in records:
+        arguments = record.get("arguments") or {}
+        text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+        failed = None if record.get("ok", True) else h("span", "refused", class_="chip bad")
+        rows.append(h("li", h("code", f"{record.get('name', 'tool')}({text})"), " ", failed))
+    return h("ol", *rows, class_="calls")
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """Shown only when no tokens were kept."""
+    return [h("p", h("b", m.get("role", "?"), ": "), m.get("content", ""), class_="stream") for m in messages]
+
+
+def _stream(tokens: Sequence[Mapping[str, Any]], index: int, num: int, item: Mapping[str, Any]) -> Html:
+    """The exact tokens; the prompt before the first sampled one is folded."""
+    runs = [(sampled, list(run)) for sampled, run in groupby(tokens, key=lambda token: bool(token.get("sampled")))]
+    parts: list[Html] = []
+    if runs and not runs[0][0]:
+        prompt = runs.pop(0)[1]
+        spans = h("span", *(_token(token) for token in prompt), class_="run given")
+        parts.append(h("details", h("summary", f"prompt, {len(prompt)} tokens"), spans))
+    for sampled, run in runs:
+        parts.append(h("span", *(_token(token) for token in run), class_="run sampled" if sampled else "run given"))
+    name = f"branch {index + 1} of {num}, " if num > 1 else ""
+    sampled_count = sum(bool(token.get("sampled")) for token in tokens)
+    caption = f"{name}{len(tokens)} tokens, {sampled_count} sampled by the agent"
+    label = f"Tokens of {item.get('label', '?')}: {caption}. Arrow keys walk through the tokens."
+    return h(
+        "div",
+        h("p", caption, class_="muted"),
+        h("div", *parts, class_="stream", tabindex="0", role="group", aria_label=label),
+    )
+
+
+def _token(token: Mapping[str, Any]) -> Html:
+    logprob = token.get("logprob")
+    known = isinstance(logprob, int | float) and math.isfinite(logprob)
+    facts = (token.get("id", "?"), f"{logprob:.3f}" if known else "", token.get("turn", ""), token.get("version", ""))
+    text = str(token.get("text", ""))
+    surprise = " low" if token.get("sampled") and known and float(logprob or 0) < -1.6 else ""
+    return h("span", text or "\u00b7", class_=("t" if text else "t part") + surprise, data_t="|".join(map(str, facts)))

@@ -1,0 +1,275 @@
+"""`report.html`: one self-contained page about a run, made from the run folder alone.
+
+It loads nothing and works from `file://`. Every section stands alone: what a run (killed early, say) didn't leave is
+left out or named as missing. All text goes through `html.escape`, and a content security policy with the hash of the
+page's only script keeps anything else from running.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from upswing.view import curves, examples, headline
+from upswing.view.html import Html, h, join, table
+from upswing.view.run_folder import (
+    ENVIRONMENT,
+    EVENTS,
+    EXAMPLES,
+    FINDINGS,
+    GRADUATION,
+    METRICS,
+    RECIPE,
+    REPORT,
+    RESULTS,
+    json_safe,
+    read_json,
+    read_json_lines,
+    replace_file,
+)
+
+MAX_EVENTS = 200
+
+
+def write_results(run_dir: Path, results: Sequence[Mapping[str, Any]]) -> Path:
+    """Write `results.json` atomically: entries as made by `upswing.evals.summary.result_entry`, in order."""
+    path = Path(run_dir) / RESULTS
+    replace_file(path, json.dumps(json_safe(results), ensure_ascii=False))
+    return path
+
+
+def write_graduation(
+    run_dir: Path, *, stage: str, graduated: bool, words: str, checks: Sequence[Mapping[str, Any]] = ()
+) -> Path:
+    """Write `graduation.json` atomically.
+
+    Args:
+        words: the verdict as a person reads it: that SFT graduated, or what is lacking.
+        checks: `{"name", "value", "needed", "ok"}` each; `value` and `needed` are text or numbers.
+    """
+    path = Path(run_dir) / GRADUATION
+    verdict = {"stage": stage, "graduated": graduated, "words": words, "checks": list(checks)}
+    replace_file(path, json.dumps(json_safe(verdict), ensure_ascii=False))
+    return path
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into the run folder and return its path. Missing or broken inputs leave gaps, not errors."""
+    run_dir = Path(run_dir)
+    sections = [(name, key, body) for name, key, body in _sections(run_dir) if body]
+    # A lone surrogate, which JSON can hold, has no UTF-8 form.
+    page = _page(run_dir, sections).encode("utf-8", "replace").decode("utf-8")
+    path = run_dir / REPORT
+    replace_file(path, page)
+    return path
+
+
+def _sections(run_dir: Path) -> list[tuple[str, str, Html]]:
+    """(name in the navigation, anchor, content) of every section, in reading order."""
+    results = _dicts(read_json(run_dir / RESULTS))
+    shown = _dicts(read_json(run_dir / EXAMPLES))
+    recovery = [example for example in shown if example.get("kind") == "recovery"]
+    others = [example for example in shown if example.get("kind") != "recovery"]
+    return [
+        ("Results", "results", headline.render(results)),
+        ("Graduation", "graduation", _graduation(read_json(run_dir / GRADUATION))),
+        ("Curves", "curves", curves.render(read_json_lines(run_dir / METRICS))),
+        ("Recovery", "recovery", _example_list(recovery)),
+        ("Examples", "examples", _example_list(others)),
+        ("Findings", "findings", _findings(run_dir)),
+        ("Run", "run", _run(run_dir)),
+    ]
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+_TITLES = {
+    "results": "Results",
+    "graduation": "Did SFT graduate?",
+    "curves": "Curves",
+    "recovery": "Recovery: the first search fails, the agent searches differently",
+    "examples": "Before and after, on the same task",
+    "findings": "Findings and warnings",
+    "run": "About this run",
+}
+
+
+def _page(run_dir: Path, sections: Sequence[tuple[str, str, Html]]) -> str:
+    style, script = (_packaged(name) for name in ("report.css", "report.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    name = run_dir.resolve().name
+    head = h(
+        "head",
+        h("meta", charset="utf-8"),
+        h("meta", http_equiv="Content-Security-Policy", content=policy),
+        h("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        h("title", f"{name} – Upswing report"),
+        h("style", Html(style)),
+    )
+    links = (h("a", title, href=f"#{key}") for title, key, _ in sections)
+    bar = h(
+        "div",
+        h("div", h("b", "Upswing"), h("nav", *links, aria_label="Sections"), h("button", "Light / dark", id="theme")),
+        class_="bar",
+    )
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    main = h(
+        "main",
+        h("h1", name),
+        h("p", _subtitle(run_dir, written), class_="muted"),
+        *(h("section", h("h2", _TITLES[key]), body, id=key) for _, key, body in sections),
+        h("footer", f"Written {written} by Upswing from the files of this run folder."),
+        id="main",
+    )
+    body = h(
+        "body",
+        h("a", "Skip to content", href="#main", class_="skip"),
+        bar,
+        main,
+        h("div", id="tip", hidden=True, role="tooltip"),
+        h("div", id="spoken", aria_live="polite", class_="skip"),
+        h("script", Html(script)),
+    )
+    return f"<!doctype html>\n{h('html', head, body, lang='en')}\n"
+
+
+def _packaged(name: str) -> str:
+    return resources.files("upswing.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _subtitle(run_dir: Path, written: str) -> str:
+    rows = read_json_lines(run_dir / METRICS)
+    times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
+    stages = list(dict.fromkeys(str(row.get("stage")) for row in rows))
+    parts = [f"Stages: {' → '.join(stages)}"] if stages else ["No metrics yet"]
+    if len(times) > 1:
+        minutes = (max(times) - min(times)) / 60
+        parts.append(f"{minutes:.1f} minutes from the first to the last metric")
+    return " · ".join([*parts, f"report of {written}"])
+
+
+def _graduation(verdict: Any) -> Html:
+    if not isinstance(verdict, dict):
+        return Html("")
+    graduated = bool(verdict.get("graduated"))
+    checks = _dicts(verdict.get("checks"))
+    rows = [
+        [
+            check.get("name", "?"),
+            _cell(check.get("value")),
+            _cell(check.get("needed")),
+            h("span", "met" if check.get("ok") else "lacking", class_="chip " + ("good" if check.get("ok") else "bad")),
+        ]
+        for check in checks
+    ]
+    return h(
+        "div",
+        h("h3", f"{verdict.get('stage', 'sft')}: {'graduated' if graduated else 'not graduated'}"),
+        h("p", verdict.get("words", "")),
+        table(["check", "value", "needed", ""], rows) if rows else None,
+        class_="card verdict " + ("good" if graduated else "bad"),
+    )
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def _example_list(found: Sequence[Mapping[str, Any]]) -> Html:
+    if not found:
+        return Html("")
+    legend = h(
+        "div",
+        h("span", h("span", "sampled by the agent", class_="sampled"), " (trained)", class_="entry"),
+        h(
+            "span",
+            h("span", h("span", "unlikely", class_="t low"), class_="sampled"),
+            " log-prob below −1.6",
+            class_="entry",
+        ),
+        h("span", h("span", "prompt and tool text", class_="given"), " (never trained)", class_="entry"),
+        h(
+            "span",
+            "Hover a token, or focus a text and use ← →, for its id, log-prob, turn and version.",
+            class_="entry",
+        ),
+        class_="legend tokens-key",
+    )
+    return join([legend, *(examples.render_example(example) for example in found)])
+
+
+def _findings(run_dir: Path) -> Html:
+    rows = read_json_lines(run_dir / FINDINGS)
+    items = [_finding(row) for row in rows]
+    items += [
+        h("li", h("span", level, class_="chip warn"), " ", text) for level, text in _loud_events(run_dir / EVENTS)
+    ]
+    if not items:
+        return h("p", "None recorded.", class_="card muted")
+    return h("div", h("ul", *items, class_="findings"), class_="card")
+
+
+def _finding(row: Mapping[str, Any]) -> Html:
+    where = " ".join(f"{key} {row[key]}" for key in ("stage", "step") if row.get(key) is not None)
+    severity = str(row.get("severity", "warning"))
+    return h(
+        "li",
+        h("span", severity, class_="chip " + ("bad" if severity == "error" else "warn")),
+        " ",
+        h("b", row.get("title", "finding")),
+        h("span", f" {where}", class_="muted") if where else None,
+        h("p", row["evidence"]) if row.get("evidence") else None,
+        h("p", "What to do: ", row["remedy"]) if row.get("remedy") else None,
+    )
+
+
+def _loud_events(path: Path) -> list[tuple[str, str]]:
+    """(level, text) of the warnings and errors in `events.log`, the last `MAX_EVENTS` of them."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        stamp, _, rest = line.partition(" ")
+        level, _, text = rest.partition(" ")
+        if level in ("warning", "error"):
+            found.append((level, f"{text} ({stamp})"))
+    return found[-MAX_EVENTS:]
+
+
+def _run(run_dir: Path) -> Html:
+    parts: list[Html] = []
+    environment = read_json(run_dir / ENVIRONMENT)
+    if isinstance(environment, dict):
+        rows = [[key, value] for key, value in _flat(environment)]
+        parts.append(h("div", h("h3", "Environment"), table(["", ""], rows, class_="text"), class_="card"))
+    recipe = run_dir / RECIPE
+    if recipe.exists():
+        text = recipe.read_text(encoding="utf-8", errors="replace")
+        summary = h("summary", "recipe.yaml, as it was run")
+        parts.append(h("details", summary, h("pre", text, tabindex="0"), class_="card"))
+    stored = [path for path in (run_dir / "trajectories").rglob("*") if path.is_file()]
+    if stored:
+        size = sum(path.stat().st_size for path in stored) / 1e6
+        parts.append(h("p", f"All trajectories: trajectories/, {len(stored)} file(s), {size:.1f} MB.", class_="muted"))
+    return join(parts)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as dotted keys."""
+    found: list[tuple[str, str]] = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            found += _flat(item, f"{prefix}{key}.")
+        else:
+            text = ", ".join(map(str, item)) if isinstance(item, list) else str(item)
+            found.append((f"{prefix}{key}", text))
+    return found
