@@ -80,7 +80,7 @@ def test_json_is_not_html_escaped(renderers, name):
     """TPL-05: one spelling of JSON everywhere; plain jinja would write \\u003c, \\u0026, \\u0027 and \\u00e9."""
     arguments = {"q": "a<b & 'c' é"}
     text = renderers[name].render_text([user("x")], [arguments])
-    assert "{\"q\": \"a<b & 'c' é\"}" in text
+    assert '{"q": "a<b & \'c\' é"}' in text
 
 
 def test_real_nulls_survive_and_no_other_tools_fields_appear(renderers):
@@ -94,7 +94,7 @@ def test_real_nulls_survive_and_no_other_tools_fields_appear(renderers):
 
 
 def test_role_and_template_errors_are_one_clear_line(tokenizer, renderers):
-    with pytest.raises(ConfigError, match="unknown message role 'asistant'.*did you mean 'assistant'"):
+    with pytest.raises(ConfigError, match=r"unknown message role 'asistant'.*did you mean 'assistant'"):
         renderers["chatml"].render_text([Message(role="asistant", content="x")])
     with pytest.raises(ConfigError, match="no chat template"):
         ChatRenderer(tokenizer)

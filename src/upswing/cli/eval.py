@@ -1,13 +1,14 @@
-"""`upswing eval RUN_OR_MODEL`: measure a checkpoint."""
+"""`upswing eval RUN_OR_MODEL`: measure checkpoints on a recipe's environment."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from upswing.cli.common import is_run_folder, preflight, user_command
+from upswing.cli.common import is_run_folder, user_command
 from upswing.errors import ConfigError, did_you_mean
 from upswing.recipe import EvalStage, Recipe, load_recipe, recipe_from
 
@@ -20,15 +21,14 @@ def eval_command(
     ] = None,
     recipe: Annotated[Path | None, typer.Option(help="The recipe; by default that of the run folder.")] = None,
     stage: Annotated[
-        list[str] | None, typer.Option(help="Of a run: base or stages to measure (repeatable). Default: the last.")
+        list[str] | None,
+        typer.Option(help="Of a run: base or a stage; repeat it to compare several. Default: the last that trained."),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the tasks: train, dev or test.")] = "dev",
     tasks: Annotated[int, typer.Option(help="Number of tasks.")] = 200,
     greedy: Annotated[bool, typer.Option("--greedy/--sampled", help="Take the likeliest token, or sample.")] = True,
     samples: Annotated[int, typer.Option(help="Samples a task, with --sampled.")] = 1,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature, with --sampled.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the tasks and of the sampling.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the results as JSON to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the table.")] = False,
 ) -> None:
     """Measure checkpoints on the same tasks: exact match and F1 with intervals, turns, tool calls; paired tests."""
@@ -36,53 +36,81 @@ def eval_command(
     if run is None and recipe is None:
         raise ConfigError(f"'{target}' isn't a run folder, so --recipe is needed: it names the environment")
     base = load_recipe(recipe or Path(target), overrides or [])
+    models = checkpoints_of(run, base, stage or []) if run else {target: target}
+    if run is None and stage:
+        raise ConfigError(f"--stage needs a run folder, but '{target}' isn't one")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out: folder '{out.parent}' doesn't exist")
     settings = {
         "stage": "eval",
-        "of": list(stage) if stage else ["previous"],
+        "of": ["base"],
         "split": split,
         "tasks": tasks,
         "greedy": greedy,
         "samples": samples,
-        "temperature": temperature,
-        "seed": seed,
     }
-    config, measured = with_evaluation(base, settings, run=run, model=target)
+    config = recipe_from({**base.to_dict(), "stages": [settings]}, source="eval")
+    from upswing.world import preflight
+
     preflight(config)
-    from upswing.monitor.progress import Progress
-    from upswing.stages.runner import eval_checkpoint
+    entries = _measure(config, models, quiet)
+    if out is not None:
+        out.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    eval_checkpoint(config, measured, run=run, out=out, log=Progress(quiet=quiet))
 
+def checkpoints_of(run: Path, recipe: Recipe, wanted: list[str]) -> dict[str, str]:
+    """Label and model of each wanted stage of a run, by default of its last finished one.
 
-def with_evaluation(
-    base: Recipe, settings: dict[str, object], *, run: Path | None, model: str
-) -> tuple[Recipe, EvalStage]:
-    """The recipe with only an evaluation left to do, and that evaluation.
-
-    Of a run, its weight-changing stages stay in front so that their names can be measured; a model is measured as base.
-    Raises ConfigError for a wrong setting or an unknown stage.
+    Raises ConfigError for an unknown stage and for one that hasn't left its weights yet.
     """
-    kept = [stage for stage in base.stages if not isinstance(stage, EvalStage)] if run else []
-    names = ["base", *(stage.name for stage in kept)]
-    wanted = settings["of"]
-    assert isinstance(wanted, list)
-    if run is None:
-        if wanted != ["previous"]:
-            raise ConfigError(f"--stage needs a run folder, but '{model}' isn't one")
-        wanted = ["base"]
-    for name in wanted:
-        if name not in (*names, "previous"):
+    names = ["base", *(stage.name for stage in recipe.stages if not isinstance(stage, EvalStage))]
+    folders = {name: run / "checkpoints" / name / "final" for name in names[1:]}
+    finished = [name for name, folder in folders.items() if folder.is_dir()]
+    found: dict[str, str] = {}
+    for name in wanted or (finished or ["base"])[-1:]:
+        if name not in names:
             raise ConfigError(
                 f"--stage: no '{name}' in this run{did_you_mean(name, names)} (allowed: {', '.join(names)})"
             )
-    free = next(name for name in ("eval", *(f"eval-{i}" for i in range(99))) if name not in names)
-    data = base.to_dict()
-    data["model"] = base.model if run else model
-    data["stages"] = [
-        *(stage.model_dump(mode="json", by_alias=True) for stage in kept),
-        {**settings, "of": wanted, "name": free},
-    ]
-    config = recipe_from(data, source="eval")
-    last = config.stages[-1]
-    assert isinstance(last, EvalStage)
-    return config, last
+        if name != "base" and name not in finished:
+            there = ", ".join(["base", *finished])
+            raise ConfigError(f"--stage: '{name}' of '{run}' hasn't finished yet (finished: {there})")
+        found[name] = recipe.model if name == "base" else str(folders[name])
+    return found
+
+
+def _measure(config: Recipe, models: dict[str, str], quiet: bool) -> list[dict[str, Any]]:
+    """Measure each model on the same tasks, and show the table with a paired test against the one before."""
+    from upswing.evals.summary import EvalSummary, result_entry, results_table
+    from upswing.monitor.progress import Progress
+    from upswing.stages.runner import eval_checkpoint
+
+    log = Progress(quiet=quiet)
+    settings = config.stages[0]
+    assert isinstance(settings, EvalStage)
+    entries: list[dict[str, Any]] = []
+    before: tuple[str, EvalSummary] | None = None
+    for label, model in models.items():
+        summary = eval_checkpoint(
+            config,
+            model,
+            split=settings.split,
+            tasks=settings.tasks,
+            greedy=settings.greedy,
+            samples=settings.samples,
+            log=log,
+        )
+        entries.append(
+            result_entry(
+                label,
+                "eval",
+                summary,
+                split=settings.split,
+                mode="greedy" if settings.greedy else "sampled",
+                previous=before[1] if before else None,
+                previous_label=before[0] if before else "",
+            )
+        )
+        before = (label, summary)
+    log.table(results_table(entries, title=f"{settings.split}, {settings.tasks} tasks"))
+    return entries

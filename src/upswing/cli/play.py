@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upswing.cli.common import EXIT_FAILED, World, build_world, fail, user_command
+from upswing.cli.common import EXIT_FAILED, fail, user_command
 from upswing.errors import ConfigError
 from upswing.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from upswing.envs.base import Environment, Observation
     from upswing.trajectory.types import Message, Score, Task, ToolRecord
+    from upswing.world import World
 
 HELP = "Type your turn on one line (end a line with \\ to go on). /expert: let the expert take it. /quit: stop."
 
@@ -38,6 +39,8 @@ def play_command(
 ) -> None:
     """Play a task yourself, as the agent would, and see the reward and why."""
     config = load_recipe(recipe, overrides or [])
+    from upswing.world import build_world
+
     world = build_world(config)
     task = find_task(world, config, split, seed, task_index)
     game = Game(env=world.make_env(), task=task, seed=seed, ask=ask_terminal, say=typer.echo)
@@ -196,7 +199,7 @@ def show_result(score: Score, game: Game, recipe: Recipe) -> None:
     assert game.last is not None
     value = "could not be scored" if score.value is None else f"{score.value:g}"
     typer.echo(f"\nreward   {value}")
-    weights = {verifier.name: verifier.weight for verifier in recipe.verifiers}
+    weights = {verifier.name.rpartition(":")[2]: verifier.weight for verifier in recipe.verifiers}
     for name, component in score.components.items():
         shown = "could not score" if component is None else f"{component:g}"
         weight = f"  (weight {weights[name]:g})" if name in weights else ""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upswing.cli.common import is_run_folder, one_line_errors, preflight
+from upswing.cli.common import is_run_folder, one_line_errors
 from upswing.errors import ConfigError
 from upswing.recipe import Recipe, load_recipe
 
@@ -29,6 +29,8 @@ def run_command(
     with one_line_errors(on_interrupt=lambda: _how_to_resume(recipe, overrides or [], started)):
         config = load_recipe(recipe, overrides or [])
         folder = choose_folder(recipe, config, out, resume)
+        from upswing.world import preflight  # with numpy, which --help can do without
+
         preflight(config)
         if dry_run:
             typer.echo(config.dump(), nl=False)

@@ -18,11 +18,14 @@ PROMPT_COLUMNS = ("prompt", "question", "messages")
 GOLD_COLUMNS = ("answer", "answers", "gold")
 OTHER_COLUMNS = ("id", "tags", "split")
 ROLES = ("system", "user", "assistant", "tool")
-RESERVED = frozenset(
-    "prompts completion completions prompt_ids completion_ids tokens sampled loss_mask engine_logprobs old_logprobs "
-    "policy_logprobs ref_logprobs teacher_logprobs policy_version turn advantage advantages reward rewards score "
-    "group task env episode data state extra outcome stop_reason tool_records num_turns env_reward branches".split()
-)
+# fmt: off
+RESERVED = frozenset((
+    "prompts", "completion", "completions", "prompt_ids", "completion_ids", "tokens", "sampled", "loss_mask",
+    "engine_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs", "policy_version",
+    "turn", "advantage", "advantages", "reward", "rewards", "score", "group", "task", "env", "episode", "data",
+    "state", "extra", "outcome", "stop_reason", "tool_records", "num_turns", "env_reward", "branches",
+))
+# fmt: on
 """Names with a meaning inside Upswing: as a data column they would be mistaken for it."""
 
 

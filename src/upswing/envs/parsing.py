@@ -6,7 +6,7 @@ Rules, the same in training and evaluation:
 - A *structural* error (`ParsedTurn.error`: unclosed, stray or nested tag, several answers, nothing at all) makes the
   whole turn invalid: no call of it runs. A *content* error (`ParsedTurn.call_errors`: bad JSON, arguments that are no
   object) concerns one call, which is answered with the error instead of being run; the others run.
-- Nothing is repaired. Missing, null and empty arguments mean `{}`; arguments given as a string of JSON are decoded once.
+- Nothing is repaired. Missing, null and empty arguments mean `{}`; arguments given as a string are decoded once.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class CallParser(Protocol):
 def neutralize(text: str, markers: Iterable[str] = ()) -> str:
     """`text` with protocol tags and chat special tokens made harmless.
 
-    The first character of each is replaced by a look-alike (`<` by `‹`, `[` by `［`), which the agent can still read and
-    no parser or tokenizer takes for the real thing. Lone surrogates become `?`: they can't be stored or tokenised.
+    The first character of each is replaced by a look-alike (`<` by `‹`, `[` by `［`), which the agent can still read
+    and no parser or tokenizer takes for the real thing. Lone surrogates become `?`: they can't be stored or tokenised.
     """
     text = text.encode("utf-8", "replace").decode("utf-8")
     known = sorted({marker for marker in markers if marker}, key=len, reverse=True)
@@ -135,7 +135,7 @@ class HermesParser:
 
     def _read_call(self, text: str, at: int, turn: _Turn) -> int:
         """Read the call whose opening tag ends at `at`; returns where to go on."""
-        start = at + len(text[at:]) - len(text[at:].lstrip())
+        start = _after_space(text, at)
         try:
             value, end = _DECODER.raw_decode(text, start)
             problem = None
@@ -209,6 +209,12 @@ class TagsParser:
         if turn.calls:
             return ParsedTurn(calls=tuple(turn.calls))
         return ParsedTurn(error=f"neither a call nor an answer: write {self._usage}.")
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 def _refuse_constant(name: str) -> Any:

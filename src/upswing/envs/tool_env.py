@@ -135,8 +135,11 @@ class ToolEnv(Environment):
                 self._invalid_in_row = 0
             self._counts["tool_calls"] += 1
             jobs.append(self._run(replace(call, id=f"call_{turn}_{len(jobs)}"), problem, turn))
-        async with asyncio.TaskGroup() as group:  # a broken environment or a cancellation ends the other calls too
-            running = [group.create_task(job) for job in jobs]
+        try:
+            async with asyncio.TaskGroup() as group:  # a broken environment or a cancellation ends the others too
+                running = [group.create_task(job) for job in jobs]
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None  # the log must name what broke, not the group
         return tuple(task.result() for task in running)
 
     async def _run(self, call: ToolCall, problem: str | None, turn: int) -> ToolRecord:

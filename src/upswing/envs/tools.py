@@ -122,7 +122,7 @@ class Tool:
             if parameter.name in arguments:
                 try:
                     bound[parameter.name] = _convert(parameter.adapter, arguments[parameter.name])
-                except (ValidationError, ValueError, RecursionError) as error:
+                except (ValueError, TypeError, RecursionError) as error:  # ValidationError is a ValueError
                     problems.append(f"argument {parameter.name!r}: {_first_problem(error)}")
         if problems:
             raise ToolArgumentError(f"{'; '.join(problems)}. Usage: {self.usage}")
@@ -184,7 +184,7 @@ def _read_parameters(
             )
         if parameter.name not in hints:
             raise ConfigError(
-                f"tool '{tool}': parameter '{parameter.name}' has no type hint; write for example '{parameter.name}: str'"
+                f"tool '{tool}': parameter '{parameter.name}' has no type hint; write '{parameter.name}: str', say"
             )
         made, found = _read_parameter(parameter, hints[parameter.name], tool, docs.get(parameter.name, ""))
         parameters.append(made)

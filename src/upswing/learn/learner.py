@@ -126,7 +126,9 @@ class Learner:
             use_upswing_attention(ref_model)
             ref_model.requires_grad_(False).eval()
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # The older name warns in newer transformers.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         self._lr, self._grad_clip, self._schedule = lr, grad_clip, schedule or Schedule()
         self._compute_dtype = compute_dtype
         self._rng = np.random.default_rng(seed)

@@ -27,9 +27,7 @@ NAME = "upswing"
 class AttentionContext(Protocol):
     """Who attends to whom in one forward pass."""
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of one layer.
 
         `q` [1, Hq, N, D]; `k`, `v` [1, Hkv, N, D]; query head h reads key head h // (Hq // Hkv). `scaling` multiplies
@@ -92,9 +90,7 @@ def causal_attention(
     mask = None
     if num_q > 1:
         mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
 
 
 def register() -> None:

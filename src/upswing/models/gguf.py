@@ -111,4 +111,6 @@ def _set_splitting(backend: Any, rule: str, path: Path) -> None:
         if rule == "qwen2":
             backend.normalizer = normalizers.NFC()
     elif rule not in ("gpt-2", "gpt2", "default", ""):
-        warnings.warn(f"{path}: unknown pre-tokenizer '{rule}'; text may be split otherwise than in training", stacklevel=2)
+        warnings.warn(
+            f"{path}: unknown pre-tokenizer '{rule}'; text may be split otherwise than in training", stacklevel=2
+        )

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from upswing.models.attention import NAME
 
-VOCAB_SIZE = 768
+VOCAB_SIZE = 928
 MAX_CONTEXT = 2048
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1, 2, as in SmolLM2."""

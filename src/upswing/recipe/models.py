@@ -34,7 +34,9 @@ class EnvSection(Section):
 class VerifierSection(Section):
     """One verifier of the rubric. A plain string is its name."""
 
-    name: Text = Field(description="exact_match, f1, format, an import path my_pkg:check, or a file path/v.py:check.")
+    name: Text = Field(
+        description="strict_match, exact_match, f1, format, an import path my_pkg:check, or path/v.py:check."
+    )
     weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
 

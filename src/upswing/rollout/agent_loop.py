@@ -60,7 +60,9 @@ class PolicySpeaker:
         request = self.engine.generate(prompt, sampling, session=self.session)
         completion = await asyncio.wait_for(request, self.limits.turn_timeout_s)
         text = conversation.add_completion(completion)
-        return AssistantMessage(content=text, finished=completion.finish_reason is FinishReason.STOP)
+        # An end token exactly at the limit ends the turn, whatever reason the engine gives.
+        finished = completion.finish_reason is FinishReason.STOP or conversation.ended(completion.tokens)
+        return AssistantMessage(content=text, finished=finished)
 
     def release(self) -> None:
         self.engine.release(self.session)

@@ -6,7 +6,6 @@ import asyncio
 import datetime
 import json
 import platform
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import torch
 import transformers
 
 from upswing.engine.torch import TorchEngine
-from upswing.envs import environment_factory, tasks_from_jsonl
-from upswing.envs.base import Environment
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
 from upswing.learn.precision import native_bf16
@@ -37,11 +34,9 @@ from upswing.stages.rl import run_rl
 from upswing.stages.sft import run_sft
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
-from upswing.trajectory.types import Task
-from upswing.verify import rubric_from
-from upswing.verify.rubric import Rubric
 from upswing.view.report import write_report
 from upswing.view.run_folder import ENVIRONMENT, RECIPE, RESULTS, read_json, replace_file
+from upswing.world import World, preflight
 
 RUNNERS: dict[type, Callable[..., Awaitable[dict[str, Any]]]] = {
     SftStage: run_sft,
@@ -59,76 +54,14 @@ class RunResult:
     wall_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """The parts of a recipe that were found good without loading a model."""
-
-    make_env: Callable[[], Environment]
-    rubric: Rubric
-    tasks: TaskSource
-    recovered: Callable[..., bool | None] | None
-
-
-def check_recipe(recipe: Recipe, base: Path = Path(".")) -> Checked:
-    """Build environment, verifiers and tasks, and look at one task of each split used. Raises ConfigError.
-
-    `base`: folder that dataset paths are relative to.
-    """
+def check(recipe: Recipe) -> World:
+    """Everything that can be found wrong without loading the model. Raises ConfigError."""
     resolve_model(recipe.model, download=False)
-    make_env = environment_factory(recipe.env.name, recipe.env.args)
-    rubric = rubric_from(recipe.verifiers)
-    tasks = _task_source(recipe, make_env, base)
-    for split in sorted(_splits(recipe)):
-        if not tasks.take(split, derive_seed(recipe.seed, "check"), 1):
-            raise ConfigError(f"env: '{recipe.env.name}' has no tasks in split '{split}', which the stages use")
-    return Checked(
-        make_env=make_env, rubric=rubric, tasks=tasks, recovered=getattr(make_env(), "recovered", None)
-    )
-
-
-def _splits(recipe: Recipe) -> set[str]:
-    splits: set[str] = set()
-    for stage in recipe.stages:
-        if isinstance(stage, EvalStage):
-            splits.add(stage.split)
-        else:
-            splits.add("train")
-        if isinstance(stage, RlStage) and stage.eval_every:
-            splits.add("dev")
-    return splits
-
-
-def _task_source(recipe: Recipe, make_env: Callable[[], Environment], base: Path) -> TaskSource:
-    if recipe.dataset is None:
-        env = make_env()
-        return TaskSource(lambda split, seed: env.tasks(split, seed))
-    dataset = recipe.dataset
-    paths = {"train": dataset.train, "dev": dataset.dev, "test": dataset.test}
-    rows = {
-        split: tasks_from_jsonl(base / path, env=recipe.env.name, split=split)
-        for split, path in paths.items()
-        if path is not None
-    }
-
-    def stream(split: str, seed: int) -> Any:
-        """Train repeats, in an order of its own each time when shuffled; other splits are read once, in order."""
-        found: list[Task] = rows.get(split, [])
-        if split != "train":
-            yield from found
-            return
-        epoch = 0
-        while found:
-            order = list(found)
-            if dataset.shuffle:
-                random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
-            yield from order
-            epoch += 1
-
-    return TaskSource(stream)
+    return preflight(recipe)
 
 
 def run_recipe(
-    recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None, base: Path = Path(".")
+    recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None
 ) -> RunResult:
     """Run every stage that isn't done yet and write the report.
 
@@ -140,12 +73,12 @@ def run_recipe(
     out = Path(out)
     if not resume and out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: '{out}' isn't empty; use --resume to go on with that run, or another folder")
-    checked = check_recipe(recipe, base)
+    world = check(recipe)
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / RECIPE, recipe.dump())
     replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe), indent=1))
     try:
-        asyncio.run(_run(recipe, out, checked, log))
+        asyncio.run(_run(recipe, out, world, log))
     finally:
         report = write_report(out)
     results = read_json(out / RESULTS) or []
@@ -155,8 +88,8 @@ def run_recipe(
     return RunResult(out=out, report=report, results=results, wall_s=time.perf_counter() - started)
 
 
-async def _run(recipe: Recipe, out: Path, checked: Checked, log: Progress) -> None:
-    context = _context(recipe, out, checked, log)
+async def _run(recipe: Recipe, out: Path, world: World, log: Progress) -> None:
+    context = _context(recipe, out, world, log)
     try:
         for index, stage in enumerate(recipe.stages):
             if context.state.is_done(stage.name):
@@ -170,7 +103,7 @@ async def _run(recipe: Recipe, out: Path, checked: Checked, log: Progress) -> No
         await context.engine.close()
 
 
-def _context(recipe: Recipe, out: Path, checked: Checked, log: Progress) -> RunContext:
+def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunContext:
     """Load the model and put the parts together."""
     torch.manual_seed(recipe.seed)
     loaded = load_model(recipe.model)
@@ -183,8 +116,8 @@ def _context(recipe: Recipe, out: Path, checked: Checked, log: Progress) -> RunC
     )
     limits = recipe.limits
     rollouts = Rollouts(
-        make_env=checked.make_env,
-        rubric=checked.rubric,
+        make_env=world.make_env,
+        rubric=world.rubric,
         renderer=ChatRenderer(loaded.tokenizer),
         end_tokens=loaded.stop_tokens,
         limits=Limits(**limits.model_dump(exclude={"max_retries"})),
@@ -199,12 +132,12 @@ def _context(recipe: Recipe, out: Path, checked: Checked, log: Progress) -> RunC
         loaded=loaded,
         engine=engine,
         rollouts=rollouts,
-        make_env=checked.make_env,
-        tasks=checked.tasks,
+        make_env=world.make_env,
+        tasks=TaskSource(world.tasks),
         store=TrajectoryStore(out / "trajectories"),
         metrics=MetricsLog(out),
         state=RunState.open(out),
-        recovered=checked.recovered,
+        recovered=getattr(world.make_env(), "recovered", None),
         compute_dtype=compute_dtype(recipe.learner.dtype),
     )
 
@@ -236,13 +169,13 @@ def eval_checkpoint(
     recipe: Recipe, model: str, *, split: str, tasks: int, greedy: bool, samples: int, log: Progress
 ) -> EvalSummary:
     """Measure any model (a checkpoint folder, a hub id, an alias) on a recipe's environment, without a run folder."""
-    checked = check_recipe(recipe)
+    world = check(recipe)
 
     async def measured() -> EvalSummary:
         with_model = recipe.model_copy(update={"model": model})
-        context = _context(with_model, Path("."), checked, log)
+        context = _context(with_model, None, world, log)
         try:
-            chosen = checked.tasks.take(split, derive_seed(recipe.seed, split, 0), tasks)
+            chosen = context.tasks.take(split, derive_seed(recipe.seed, split, 0), tasks)
             summary, _ = await measure(
                 context, chosen, label=model, temperature=0.0 if greedy else 1.0, samples=samples, seed=0
             )

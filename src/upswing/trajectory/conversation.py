@@ -9,9 +9,9 @@ branch is opened; earlier turns are context there and are trained only in the br
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,10 +19,16 @@ from upswing.errors import ConfigError, InvalidTrajectory
 from upswing.trajectory.render import PROBE, ChatRenderer
 from upswing.trajectory.types import Branch, DriftEvent, Message
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-    from upswing.engine.base import Completion
+class Sampled(Protocol):
+    """What is read of an engine's `Completion`: three sequences with one entry a sampled token."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def engine_logprobs(self) -> tuple[float, ...]: ...
+    @property
+    def policy_version(self) -> tuple[int, ...]: ...
 
 
 @dataclass(kw_only=True)
@@ -145,7 +151,7 @@ class Conversation:
 
     # -- what is added ------------------------------------------------------------------------------------------------
 
-    def add_completion(self, completion: Completion) -> str:
+    def add_completion(self, completion: Sampled) -> str:
         """Append what the engine sampled; -> its text for the environment, less a final end-of-turn token.
 
         Raises InvalidTrajectory when ids, log-probs and versions differ in number.

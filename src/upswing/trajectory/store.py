@@ -200,7 +200,8 @@ def _runs(values: np.ndarray[Any, Any]) -> list[list[int]]:
     """`[1, 1, 0]` as `[[1, 2], [0, 1]]`."""
     if not len(values):
         return []
-    starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+    changes = np.diff(values.astype(np.int64)) != 0
+    starts = np.flatnonzero(np.concatenate([[True], changes]))
     counts = np.diff(starts, append=len(values))
     return [[int(values[start]), int(count)] for start, count in zip(starts, counts, strict=True)]
 

@@ -13,7 +13,7 @@ import contextvars
 import ctypes
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 MAX_PER_FUNCTION = 32
@@ -95,8 +95,40 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     return result
 
 
+class _Driven:
+    """Awaits a coroutine, and can leave it even when it swallows its cancellation."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self.leave = False
+        """From now on, a cancellation closes the coroutine instead of being offered to it."""
+
+    def __await__(self) -> Generator[Any, Any, tuple[Any, BaseException | None]]:
+        inner = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
+            try:
+                waited_for = inner.send(None) if error is None else inner.throw(error)
+            except StopIteration as stop:
+                return stop.value, None
+            except SystemExit as exit_:  # a task that raises it would end the whole event loop
+                return None, exit_
+            error = None
+            try:
+                yield waited_for
+            except BaseException as thrown:
+                if self.leave:
+                    with contextlib.suppress(RuntimeError):  # it ignores even this
+                        inner.close()
+                    raise
+                error = thrown
+
+
 async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float, slots: _Slots | None) -> Any:
-    task = asyncio.ensure_future(coroutine)
+    driven = _Driven(coroutine)
+
+    async def drive() -> tuple[Any, BaseException | None]:
+        return await driven
 
     def ended(done: asyncio.Task[Any]) -> None:
         if slots is not None:
@@ -104,28 +136,34 @@ async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float, 
         if not done.cancelled():
             done.exception()  # retrieved, so that asyncio doesn't log what we report ourselves
 
+    task = asyncio.ensure_future(drive())
     task.add_done_callback(ended)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
-        task.cancel()
+        _end(task, driven)
         raise
-    if done:
-        return task.result()
-    await _end(task, coroutine)
-    raise DeadlineExceeded("it did not return")
+    if not done:
+        _end(task, driven)
+        raise DeadlineExceeded("it did not return")
+    if task.cancelled():
+        raise RuntimeError("it cancelled itself")
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value
 
 
-async def _end(task: asyncio.Task[Any], coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Cancel; close a coroutine that swallows the cancellation, so that it can't hold up the loop's shutdown."""
+def _end(task: asyncio.Task[Any], driven: _Driven) -> None:
+    """Cancel, and leave a coroutine that swallowed that: it would hold up the loop's shutdown for ever."""
+
+    def leave() -> None:
+        if not task.done():
+            driven.leave = True
+            task.cancel()
+
     task.cancel()
-    done, _ = await asyncio.wait({task}, timeout=GRACE_S)
-    if done:
-        return
-    with contextlib.suppress(RuntimeError, ValueError):
-        coroutine.close()
-    task.cancel()
-    await asyncio.wait({task}, timeout=GRACE_S)
+    asyncio.get_running_loop().call_later(GRACE_S, leave)
 
 
 class _ThreadCall:

@@ -69,12 +69,11 @@ def to_score(value: Any) -> Score:
         return _checked(value)
     if value is None:
         return Score(value=None, reason="the verifier returned None")
-    if (
-        callable(getattr(value, "item", None))
-        and getattr(value, "size", 1) in (1, ())
-        or type(value).__name__ == "Tensor"
-    ):
-        value = value.item()  # a NumPy or torch scalar
+    if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
+        try:
+            value = value.item()  # a NumPy or torch scalar
+        except (ValueError, RuntimeError):
+            return Score(value=None, reason=f"the verifier returned {type(value).__name__} of more than one number")
     if not isinstance(value, numbers.Real):
         return Score(value=None, reason=f"the verifier returned {type(value).__name__}, not a number")
     return _checked(Score(value=float(value)))

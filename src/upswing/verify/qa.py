@@ -39,7 +39,7 @@ def strict_match(answer: str | None, gold: Sequence[str]) -> float | None:
 
 
 def exact_match(answer: str | None, gold: Sequence[str]) -> float | None:
-    """1 when the answer is an accepted one after SQuAD's normaliser. Golds that it leaves nothing of compare strictly."""
+    """1 when the answer is an accepted one after SQuAD's normaliser. Golds that it empties compare strictly."""
     golds = _golds(gold)
     if not golds:
         return None

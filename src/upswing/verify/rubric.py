@@ -62,7 +62,7 @@ class Rubric:
 
 
 def rubric_from(specs: Sequence[VerifierSpec]) -> Rubric:
-    """The rubric of a recipe's verifiers. Components are called by the name, of import paths by what follows the colon."""
+    """The rubric of a recipe's verifiers, called by their names; import paths by what follows the colon."""
     made = [(verifier_from(spec.name, spec.args), float(spec.weight)) for spec in specs]
     return Rubric([(verifier.name, verifier, weight) for verifier, weight in made])
 

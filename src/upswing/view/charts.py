@@ -177,12 +177,8 @@ def _data_table(title: str, series: Sequence[Series], x_label: str) -> Html:
     by_x = [dict(line.points) for line in series]
     rows = ([number(x), *(number(values.get(x)) for values in by_x)] for x in xs[::stride])
     note = f"Data (every {stride}th point)" if stride > 1 else "Data"
-    return h(
-        "details",
-        h("summary", note),
-        table([x_label, *(line.name for line in series)], rows, class_="data"),
-        class_="points",
-    )
+    columns = [x_label, *(line.name for line in series)]
+    return h("details", h("summary", note), table(columns, rows, class_="data"), class_="points")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which series of `metrics.jsonl` become which figure.
 
 Known signals get a figure with a name and a unit; every other number that a stage logs is still shown, folded away.
-Evaluation points are keys that start with `eval/` (or `val/`), logged at the step of the checkpoint.
+Evaluation points are keys that start with `eval_`, logged at the step of the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,49 +30,57 @@ def _one(title: str, unit: str, *names: str) -> Curve:
 
 
 CURVES = (
-    Curve(
-        "Reward",
-        "reward",
-        (("training", ("reward", "reward_mean", "train/reward")), ("evaluation", ("eval/reward", "eval/reward_mean"))),
-    ),
+    Curve("Reward", "reward", (("training", ("reward",)), ("evaluation, greedy", ("eval_reward",)))),
     Curve(
         "Held-out match",
         "share of questions",
         (
-            ("strict", ("eval/strict_match", "eval/strict_em")),
-            ("normalised", ("eval/normalised_match", "eval/normalized_match", "eval/exact_match", "eval/em")),
-            ("F1", ("eval/f1",)),
-            ("format valid", ("eval/format", "eval/format_valid")),
+            ("strict", ("eval_strict_match",)),
+            ("normalised", ("eval_exact_match", "eval_normalised_match")),
+            ("F1", ("eval_f1",)),
+            ("format valid", ("eval_format",)),
         ),
     ),
     Curve(
         "Match in training",
         "share of trajectories",
         (
-            ("strict", ("strict_match", "strict_em")),
-            ("normalised", ("normalised_match", "normalized_match", "exact_match", "em")),
-            ("format valid", ("format", "format_valid")),
+            ("strict", ("score_strict_match", "strict_match")),
+            ("normalised", ("score_exact_match", "exact_match")),
+            ("F1", ("score_f1", "f1")),
+            ("format valid", ("score_format", "format")),
         ),
     ),
+    Curve("Loss", "loss", (("training", ("loss",)), ("validation", ("validation_loss", "val_loss", "eval_loss")))),
+    _one("Entropy", "nats a token", "entropy"),
+    _one("Length", "sampled tokens a trajectory", "sampled_tokens"),
+    Curve("Turns and tool calls", "a trajectory", (("tool calls", ("tool_calls",)), ("turns", ("turns",)))),
     Curve(
-        "Loss",
-        "nats a token",
+        "Groups without a spread",
+        "share of groups",
         (
-            ("training", ("loss", "train_loss", "sft_loss", "policy_loss")),
-            ("validation", ("val_loss", "val/loss", "eval/loss", "validation_loss")),
+            ("zero variance", ("zero_variance_frac",)),
+            ("too easy", ("too_easy_frac",)),
+            ("too hard", ("too_hard_frac",)),
         ),
     ),
-    _one("Entropy", "nats a token", "entropy", "entropy_mean", "policy_entropy"),
-    _one(
-        "Length", "sampled tokens", "sampled_tokens", "length", "length_mean", "response_length", "sampled_tokens_mean"
+    Curve("KL", "nats a token", (("to the reference", ("kl",)), ("of this update", ("kl_old",)))),
+    _one("Engine/learner mismatch", "nats a token", "mismatch_k3", "mismatch_kl", "mismatch_abs"),
+    _one("Gradient norm", "before clipping", "grad_norm"),
+    Curve(
+        "Clipped ratios", "share of tokens", (("at the top", ("clipped_high",)), ("at the bottom", ("clipped_low",)))
     ),
-    _one("Tool calls", "a trajectory", "tool_calls", "num_tool_calls", "tool_calls_mean"),
-    _one("Zero-variance groups", "share of groups", "zero_variance_frac", "zero_variance_share"),
-    _one("KL to the reference", "nats a token", "kl", "ref_kl", "kl_ref", "kl_mean"),
-    _one("Engine/learner mismatch", "nats a token", "mismatch_kl", "engine_mismatch", "mismatch", "engine_kl"),
-    _one("Gradient norm", "before clipping", "grad_norm", "gradient_norm"),
-    _one("Clipped ratios", "share of tokens", "clip_frac", "clipped_frac"),
-    _one("Learning rate", "", "lr", "learning_rate"),
+    Curve("Recovery", "share of failed firsts", (("training", ("recovery",)), ("evaluation", ("eval_recovery",)))),
+    Curve(
+        "Trouble",
+        "share",
+        (
+            ("truncated", ("truncated_frac",)),
+            ("invalid calls", ("invalid_call_frac",)),
+            ("repeated calls", ("duplicate_call_frac",)),
+        ),
+    ),
+    _one("Learning rate", "", "lr"),
 )
 
 
@@ -86,20 +94,16 @@ def render(rows: Sequence[Row]) -> Html:
 
 
 def _stage(name: str, rows: Sequence[Row]) -> Html:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
     used: set[str] = set()
     figures = []
     for curve in CURVES:
-        chosen = [(label, key) for label, names in curve.lines for key in names if key in keys and key not in used]
-        first = list(dict(reversed(chosen)).items())[::-1]  # one metric a line: the first name that was logged
-        lines = [Series(label, points(rows, key), dots=_is_sparse(key)) for label, key in first]
-        figure = line_chart(curve.title, lines, y_label=curve.unit)
-        if figure:
-            used |= {key for _, key in first}
-            figures.append(figure)
-    rest = [key for key in keys if key not in used | {"stage", "step", "time"}]
-    others = [line_chart(key, [Series(key, points(rows, key), dots=_is_sparse(key))]) for key in rest]
-    others = [figure for figure in others if figure]
+        drawn = [(label, _first_logged(rows, names)) for label, names in curve.lines]
+        lines = [_series(rows, label, key) for label, key in drawn if key]
+        figures.append(line_chart(curve.title, lines, y_label=curve.unit))
+        used |= {key for _, key in drawn if key}
+    rest = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in used | _OWN_KEYS]
+    others = [figure for key in rest if (figure := line_chart(key, [_series(rows, key, key)]))]
+    figures = [figure for figure in figures if figure]
     if not figures and not others:
         return Html("")
     folded = h("summary", f"{len(others)} more signals of {name}")
@@ -107,8 +111,16 @@ def _stage(name: str, rows: Sequence[Row]) -> Html:
     return h("div", h("h3", f"Stage {name}"), h("div", *figures, class_="grid2"), more, class_="stage")
 
 
-def _is_sparse(key: str) -> bool:
-    return key.startswith(("eval/", "val/")) or key in ("val_loss", "validation_loss")
+_OWN_KEYS = {"stage", "step", "time"}
+
+
+def _first_logged(rows: Sequence[Row], names: Sequence[str]) -> str | None:
+    return next((name for name in names if any(name in row for row in rows)), None)
+
+
+def _series(rows: Sequence[Row], label: str, key: str) -> Series:
+    found = points(rows, key)
+    return Series(label, found, dots=key.startswith("eval_") or len(found) <= 12)
 
 
 def points(rows: Sequence[Row], key: str) -> tuple[Point, ...]:

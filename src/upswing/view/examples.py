@@ -2,8 +2,9 @@
 
 Format of `examples.json`, a list of
 
-    {"title": str, "task_id": str, "question": str, "gold": [str], "kind": "before_after" | "recovery", "note": str,
-     "trajectories": [{"label": str, "stage": str, "answer": str | None, "reward": float | None,
+    {"title": str, "task_id": str, "kind": "before_after" | "recovery", "note": str,
+     "trajectories": [{"label": str, "stage": str, "question": str, "gold": [str],
+                       "answer": str | None, "reward": float | None,
                        "components": {name: float | None}, "outcome": str, "stop_reason": str, "num_turns": int,
                        "messages": [{"role", "content", "name"}],
                        "tool_records": [{"name", "arguments", "result", "ok", "turn"}],
@@ -70,6 +71,8 @@ def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str 
     example = {
         "label": label,
         "stage": stage,
+        "question": _question(trajectory),
+        "gold": list(trajectory.task.gold),
         "answer": trajectory.answer,
         "reward": trajectory.reward,
         "components": dict(trajectory.score.components) if trajectory.score else {},
@@ -83,18 +86,15 @@ def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str 
     return dict(json_safe(example))
 
 
+def _question(trajectory: Trajectory) -> str:
+    return next((m.content for m in reversed(trajectory.task.messages) if m.role == "user"), "")
+
+
 def example_entry(
-    trajectories: Sequence[Mapping[str, Any]],
-    *,
-    trajectory: Trajectory,
-    title: str,
-    kind: str = "before_after",
-    note: str = "",
+    trajectories: Sequence[Mapping[str, Any]], *, task_id: str, title: str, kind: str = "before_after", note: str = ""
 ) -> dict[str, Any]:
-    """An entry of `examples.json` from `example_from` dicts of one task; `trajectory` is any of them, for its task."""
-    question = next((m.content for m in reversed(trajectory.task.messages) if m.role == "user"), "")
-    task = {"task_id": trajectory.task.id, "question": question, "gold": list(trajectory.task.gold)}
-    return {"title": title, **task, "kind": kind, "note": note, "trajectories": list(trajectories)}
+    """An entry of `examples.json` from `example_from` dicts of one task."""
+    return {"title": title, "task_id": task_id, "kind": kind, "note": note, "trajectories": list(trajectories)}
 
 
 def write_examples(run_dir: Path, examples: Sequence[Mapping[str, Any]]) -> Path:
@@ -106,16 +106,17 @@ def write_examples(run_dir: Path, examples: Sequence[Mapping[str, Any]]) -> Path
 
 def render_example(example: Mapping[str, Any]) -> Html:
     """One task, its trajectories side by side."""
-    gold = [str(answer) for answer in example.get("gold") or []]
+    items = example.get("trajectories") or []
+    gold = [str(answer) for answer in next((item["gold"] for item in items if item.get("gold")), [])]
     accepted = h("p", "Accepted: ", join((h("b", answer) for answer in gold), " or "), class_="gold") if gold else None
-    question = example.get("question")
+    question = next((item["question"] for item in items if item.get("question")), None)
     return h(
         "article",
         h("h3", example.get("title") or "Example", " ", h("small", example.get("task_id", ""))),
         h("p", question, class_="question") if question else None,
         accepted,
         h("p", example["note"]) if example.get("note") else None,
-        h("div", *(_column(item) for item in example.get("trajectories") or []), class_="columns"),
+        h("div", *(_column(item) for item in items), class_="columns"),
         class_="card example" + (" recovery" if example.get("kind") == "recovery" else ""),
     )
 

@@ -11,9 +11,10 @@ from typing import Any
 from upswing.view.charts import MatchRow, match_figure, number
 from upswing.view.html import Html, escape, h, join, table
 
-STRICT = ("strict_match", "strict_em", "strict", "exact_match_strict")
-LENIENT = ("normalised_match", "normalized_match", "exact_match", "em", "lenient_match")
-"""Names a component may have, first found first."""
+STRICT = ("strict_match",)
+LENIENT = ("exact_match", "normalised_match")
+"""Names a component may have, first found first. `exact_match` is that of SQuAD: normalised before comparing."""
+NAMES = {"exact_match": "normalised match", "f1": "F1", "format": "format valid"}
 
 Entry = Mapping[str, Any]
 
@@ -35,17 +36,18 @@ def main_score(entry: Entry) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def render(results: Sequence[Entry]) -> Html:
-    """All evaluations, those of one split and mode together, the test split and greedy decoding first."""
-    groups: dict[tuple[str, str], list[Entry]] = {}
+    """All evaluations, one block for those of a stage on the same questions; the test split, greedy, comes first."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in results:
-        groups.setdefault((str(entry.get("split", "")), str(entry.get("mode", ""))), []).append(entry)
+        key = (str(entry.get("split", "")), str(entry.get("mode", "")), str(entry.get("stage", "")))
+        groups.setdefault(key, []).append(entry)
     order = sorted(groups, key=lambda key: (key[0] != "test", key[1] != "greedy"))
     return join(_group(key, groups[key], first=index == 0) for index, key in enumerate(order))
 
 
-def _group(key: tuple[str, str], entries: Sequence[Entry], first: bool) -> Html:
-    split, mode = key
-    name = ", ".join(filter(None, (f"{split} questions" if split else "", f"{mode} decoding" if mode else "")))
+def _group(key: tuple[str, str, str], entries: Sequence[Entry], first: bool) -> Html:
+    split, mode, stage = key
+    name = ", ".join(filter(None, (f"{split} questions" if split else "", f"{mode} decoding" if mode else "", stage)))
     figure = _figure(entries)
     parts = [
         h("div", *(_tile(entry) for entry in entries), class_="tiles") if first else None,
@@ -98,7 +100,15 @@ def _p(p: float | None) -> str:
 
 def _table(entries: Sequence[Entry]) -> Html:
     names = list(dict.fromkeys(name for entry in entries for name in entry.get("summary", {}).get("components", {})))
-    columns = ["", "n", *(name.replace("_", " ") for name in names), "reward", "turns", "calls", "invalid calls"]
+    columns = [
+        "",
+        "n",
+        *(NAMES.get(name, name.replace("_", " ")) for name in names),
+        "reward",
+        "turns",
+        "calls",
+        "invalid calls",
+    ]
     columns += ["tokens", "truncated", "recovered", "errored", "vs previous"]
     return table(columns, (_row(entry, names) for entry in entries), "95% bootstrap intervals below each share.")
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from upswing.view import curves, examples, headline
+from upswing.view.examples import example_entry, example_from, write_examples
 from upswing.view.html import Html, h, join, table
 from upswing.view.run_folder import (
     ENVIRONMENT,
     EVENTS,
     EXAMPLES,
     FINDINGS,
-    GRADUATION,
     METRICS,
     RECIPE,
     REPORT,
@@ -34,6 +34,8 @@ from upswing.view.run_folder import (
     replace_file,
 )
 
+__all__ = ["example_entry", "example_from", "write_examples", "write_report", "write_results"]
+
 MAX_EVENTS = 200
 
 
@@ -41,21 +43,6 @@ def write_results(run_dir: Path, results: Sequence[Mapping[str, Any]]) -> Path:
     """Write `results.json` atomically: entries as made by `upswing.evals.summary.result_entry`, in order."""
     path = Path(run_dir) / RESULTS
     replace_file(path, json.dumps(json_safe(results), ensure_ascii=False))
-    return path
-
-
-def write_graduation(
-    run_dir: Path, *, stage: str, graduated: bool, words: str, checks: Sequence[Mapping[str, Any]] = ()
-) -> Path:
-    """Write `graduation.json` atomically.
-
-    Args:
-        words: the verdict as a person reads it: that SFT graduated, or what is lacking.
-        checks: `{"name", "value", "needed", "ok"}` each; `value` and `needed` are text or numbers.
-    """
-    path = Path(run_dir) / GRADUATION
-    verdict = {"stage": stage, "graduated": graduated, "words": words, "checks": list(checks)}
-    replace_file(path, json.dumps(json_safe(verdict), ensure_ascii=False))
     return path
 
 
@@ -73,13 +60,14 @@ def write_report(run_dir: Path) -> Path:
 def _sections(run_dir: Path) -> list[tuple[str, str, Html]]:
     """(name in the navigation, anchor, content) of every section, in reading order."""
     results = _dicts(read_json(run_dir / RESULTS))
+    metrics = read_json_lines(run_dir / METRICS)
     shown = _dicts(read_json(run_dir / EXAMPLES))
     recovery = [example for example in shown if example.get("kind") == "recovery"]
     others = [example for example in shown if example.get("kind") != "recovery"]
     return [
         ("Results", "results", headline.render(results)),
-        ("Graduation", "graduation", _graduation(read_json(run_dir / GRADUATION))),
-        ("Curves", "curves", curves.render(read_json_lines(run_dir / METRICS))),
+        ("Graduation", "graduation", _graduation(metrics)),
+        ("Curves", "curves", curves.render(metrics)),
         ("Recovery", "recovery", _example_list(recovery)),
         ("Examples", "examples", _example_list(others)),
         ("Findings", "findings", _findings(run_dir)),
@@ -157,26 +145,23 @@ def _subtitle(run_dir: Path, written: str) -> str:
     return " · ".join([*parts, f"report of {written}"])
 
 
-def _graduation(verdict: Any) -> Html:
-    if not isinstance(verdict, dict):
-        return Html("")
-    graduated = bool(verdict.get("graduated"))
-    checks = _dicts(verdict.get("checks"))
-    rows = [
-        [
-            check.get("name", "?"),
-            _cell(check.get("value")),
-            _cell(check.get("needed")),
-            h("span", "met" if check.get("ok") else "lacking", class_="chip " + ("good" if check.get("ok") else "bad")),
-        ]
-        for check in checks
-    ]
+def _graduation(rows: Sequence[Mapping[str, Any]]) -> Html:
+    """The last verdict of every stage that gave one: a metrics row with `graduated`, `words` and the values judged."""
+    verdicts = {str(row.get("stage")): row for row in rows if "graduated" in row and "words" in row}
+    return join(_verdict(stage, row) for stage, row in verdicts.items())
+
+
+def _verdict(stage: str, row: Mapping[str, Any]) -> Html:
+    known = {"stage", "step", "time", "graduated", "words"}
+    values = [[key.replace("_", " "), _cell(value)] for key, value in row.items() if key not in known]
+    good = bool(row["graduated"])
+    verdict = h("span", "graduated" if good else "not graduated", class_="chip " + ("good" if good else "bad"))
     return h(
         "div",
-        h("h3", f"{verdict.get('stage', 'sft')}: {'graduated' if graduated else 'not graduated'}"),
-        h("p", verdict.get("words", "")),
-        table(["check", "value", "needed", ""], rows) if rows else None,
-        class_="card verdict " + ("good" if graduated else "bad"),
+        h("h3", f"Stage {stage}, step {row.get('step', '?')} ", verdict),
+        h("p", row["words"]),
+        table(["judged by", "value"], values, class_="data") if values else None,
+        class_="card verdict " + ("good" if good else "bad"),
     )
 
 

@@ -16,7 +16,6 @@ FINDINGS = "findings.jsonl"
 EVENTS = "events.log"
 RESULTS = "results.json"
 EXAMPLES = "examples.json"
-GRADUATION = "graduation.json"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
 

@@ -18,7 +18,11 @@ from upswing.envs.geo_search.facts import City, Country, Facts, load_facts
 from upswing.envs.geo_search.names import join_names, number, stable_hash, tokenize, with_the
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
-    "continent": ("A country on the continent of {o}.", "Country. Its continent is {o}.", "A country, part of the continent {o}."),
+    "continent": (
+        "A country on the continent of {o}.",
+        "Country. Its continent is {o}.",
+        "A country, part of the continent {o}.",
+    ),
     "capital": ("The capital is {o}.", "Its capital is {o}.", "Capital: {o}."),
     "currency": ("The currency is the {o} ({c}).", "Its currency is called {o} ({c}).", "Currency: {o} ({c})."),
     "language": ("The main language is {o}.", "Its main language is {o}.", "Main language: {o}."),
@@ -27,10 +31,17 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "borders": ("It borders {o}.", "It shares borders with {o}.", "Borders: {o}."),
     "calling_code": ("The calling code is {o}.", "Its calling code is {o}.", "Calling code: {o}."),
     "iso": ("Its ISO code is {o}.", "The ISO code is {o}.", "ISO code: {o}."),
-    "official": ("Official name of {o}.", "The official name of {o}."),
-    "former": ("A former name of {o}.", "Former name of {o}."),
-    "local": ("The local name of {o}.", "Local name of {o}."),
-    "country": ("A city in the country of {o}.", "City. Its country is {o}.", "A city that lies in the country of {o}."),
+    "official": (
+        "The full official name used for the state of {o}.",
+        "Official name that the state of {o} uses in full.",
+    ),
+    "former": ("A former name, used in older books, of {o}.", "The name that older maps and books give to {o}."),
+    "local": ("The local name by which its own people know {o}.", "Local name, in its own language, of {o}."),
+    "country": (
+        "A city in the country of {o}.",
+        "City. Its country is {o}.",
+        "A city that lies in the country of {o}.",
+    ),
     "subdivision": ("A city in the region of {s}, in the country of {o}.", "City in {s}, a region of the country {o}."),
     "city_population": ("The population is {o}.", "A city with a population of {o}.", "Population: {o}."),
     "coordinates": ("Latitude {o}, longitude {c}.", "Its latitude is {o}, its longitude {c}."),
@@ -79,14 +90,17 @@ def _country_passages(country: Country, facts: Facts) -> Iterator[Passage]:
     if country.calling_code:
         texts["calling_code"] = {"o": country.calling_code}
     if country.neighbours:
-        texts["borders"] = {"o": join_names([with_the(facts.countries[n].name) for n in country.neighbours])}
+        # Commas only: "Bosnia and Herzegovina" would make a final "and" unreadable.
+        texts["borders"] = {"o": ", ".join(facts.countries[n].name for n in country.neighbours)}
     for topic, values in texts.items():
         text = word(topic, country.iso, **values)
         if topic == "language" and len(country.languages) > 1:
             text = f"{text} Also spoken: {join_names(country.languages[1:4])}."
         yield Passage(f"country/{country.iso}/{topic}", country.name, text)
     if not country.main_language and country.languages:
-        yield Passage(f"country/{country.iso}/languages", country.name, f"Languages: {join_names(country.languages[:5])}.")
+        yield Passage(
+            f"country/{country.iso}/languages", country.name, f"Languages: {join_names(country.languages[:5])}."
+        )
     for index, (alias, kind) in enumerate(country.aliases):
         text = word(kind, country.iso, o=with_the(country.name))
         yield Passage(f"alias/{country.iso}/{index}", alias, text)

@@ -6,22 +6,30 @@ import hashlib
 import re
 import unicodedata
 
-_SPECIAL = str.maketrans(
+
+def words(text: str, separator: str | None = None) -> frozenset[str]:
+    """The set of the words of a text."""
+    return frozenset(text.split(separator))
+
+
+_LETTERS: dict[str, str | int | None] = (
     {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i", "ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe"}
     | {"ə": "a", "Ə": "A", "ð": "d", "þ": "th", "ħ": "h", "ŋ": "n"}
     | {"’": "'", "‘": "'", "ʼ": "'", "ʻ": "'", "ʿ": "'", "ʾ": "'", "`": "'", "–": "-", "‑": "-"}
 )
+_SPECIAL = str.maketrans(_LETTERS)
 _TOKEN = re.compile(r"\d{1,3}(?:,\d{3})+|[a-z0-9]+")
-_STOP = frozenset(
+_STOP = words(
     "the of is a an in what which who how many much does do did it its and to that has have was by for on with are "
-    "there me tell where from at as or than whose be this these".split()
+    "there me tell where from at as or than whose be this these"
 )
-_WITH_THE = frozenset(
+_WITH_THE = words(
     (
         "United States|United Kingdom|United Arab Emirates|Netherlands|Philippines|Gambia|Bahamas|Maldives|Comoros|"
         "Seychelles|Marshall Islands|Solomon Islands|Democratic Republic of the Congo|Republic of the Congo|"
         "Central African Republic|Dominican Republic"
-    ).split("|")
+    ),
+    "|",
 )
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-TERRITORIES = frozenset(
+from upswing.envs.geo_search.names import words
+
+TERRITORIES = words(
     "AI AS AW AX BL BM BQ BV CC CK CW CX EH FK FO GF GG GI GL GP GS GU HK HM IM IO JE KY MF MO MP MQ MS NC NF NU PF "
-    "PM PN PR PS RE SH SJ SX TC TF TK UM VG VI WF YT AQ CS AN".split()
+    "PM PN PR PS RE SH SJ SX TC TF TK UM VG VI WF YT AQ CS AN"
 )
 """Left out of the world: dependent or disputed territories, uninhabited places and states that no longer exist."""
 
 COUNTRY_NAMES = {"NL": "Netherlands", "TL": "Timor-Leste", "CV": "Cape Verde"}
 CAPITALS = {"KZ": "Astana", "AG": "Saint John's", "GD": "Saint George's", "VU": "Port-Vila", "MN": "Ulan Bator"}
 """Capitals that the data has under an old name, or spelt unlike the city itself."""
-NO_CAPITAL_QUESTION = frozenset("IL ZA BO SZ LK GQ NL NR PW".split())
+NO_CAPITAL_QUESTION = words("IL ZA BO SZ LK GQ NL NR PW")
 """More than one city can rightly be called the capital, or it is disputed or moving."""
-NO_CONTINENT_QUESTION = frozenset("TR RU GE AM AZ CY EG KZ ID TL PA TT".split())
-NO_BORDER_QUESTION = frozenset("XK RS ME MK AL US CU CA DK FR BR SR ES MA DZ MR NL IL JO SY EG LB GB CY BW ZM".split())
+NO_CONTINENT_QUESTION = words("TR RU GE AM AZ CY EG KZ ID TL PA TT")
+NO_BORDER_QUESTION = words("XK RS ME MK AL US CU CA DK FR BR SR ES MA DZ MR NL IL JO SY EG LB GB CY BW ZM")
 """The number of bordering countries depends on territories, enclaves or recognition."""
+SHARED_CURRENCIES = words("NZD ILS ZAR INR MAD")
+"""Used in other countries or territories too, although the data gives them to one country."""
 NO_NEIGHBOUR_PAIR = frozenset({("US", "CU"), ("CU", "US")})
 DISPUTED_ADMIN1 = frozenset({("UA", "11"), ("UA", "20")})
 NOT_CITIES = frozenset({"brooklyn", "queens", "manhattan", "the bronx", "bronx", "staten island", "jerusalem"})
@@ -33,14 +37,14 @@ LANGUAGE_NAMES = {
     "si": "Sinhala",
     "rom": "Romani",
 }
-LANGUAGE_FORMS = {"fa": ("Farsi",), "zh": ("Mandarin Chinese",), "dv": ("Maldivian",), "ms": ("Malay language",)}
 
 FORCED_SPLITS = {
-    **dict.fromkeys("US BR JP IT PL CN RU FR GB".split(), "train"),
-    **dict.fromkeys("MX CA".split(), "dev"),
-    **dict.fromkeys("IN DE ES AU".split(), "test"),
+    **dict.fromkeys(words("US BR JP IT PL CN RU FR GB IE SM VA MC QA SA GM SN PG ID"), "train"),
+    **dict.fromkeys(words("MX CA HT DO BN MY"), "dev"),
+    **dict.fromkeys(words("IN DE ES AU PT LS ZA KR KP"), "test"),
 }
-"""The countries with subdivision names, and the largest ones, are spread by hand; the rest by a fixed hash."""
+"""The largest countries, those with subdivision names and those with one neighbour are spread by hand; the rest by a
+fixed hash."""
 
 COUNTRY_ALIASES = {
     "former": (
@@ -101,7 +105,7 @@ ADMIN1 = {
     "32=Osaka|33=Saga|34=Saitama|35=Shiga|36=Shimane|37=Shizuoka|38=Tochigi|39=Tokushima|40=Tokyo|41=Tottori|"
     "42=Toyama|43=Wakayama|44=Yamagata|45=Yamaguchi|46=Yamanashi|47=Okinawa",
     "MX": "01=Aguascalientes|02=Baja California|03=Baja California Sur|04=Campeche|05=Chiapas|06=Chihuahua|"
-    "07=Coahuila|08=Colima|10=Durango|11=Guanajuato|12=Guerrero|13=Hidalgo|14=Jalisco|15=México|16=Michoacán|"
+    "07=Coahuila|08=Colima|10=Durango|11=Guanajuato|12=Guerrero|13=Hidalgo|14=Jalisco|15=State of Mexico|16=Michoacán|"
     "17=Morelos|18=Nayarit|19=Nuevo León|20=Oaxaca|21=Puebla|22=Querétaro|23=Quintana Roo|24=San Luis Potosí|"
     "25=Sinaloa|26=Sonora|27=Tabasco|28=Tamaulipas|29=Tlaxcala|30=Veracruz|31=Yucatán|32=Zacatecas",
     "BR": "01=Acre|02=Alagoas|03=Amapá|04=Amazonas|05=Bahia|06=Ceará|08=Espírito Santo|11=Mato Grosso do Sul|"

@@ -1,0 +1,103 @@
+"""Base, SFT, RL and the SFT control of `recipes/demo.yaml`, over several seeds.
+
+    python bench/demo.py [--quick] [--seeds 0 1 2] [--out runs/bench-demo]
+
+Each seed runs the recipe as `make demo` does, then an SFT control: more SFT over the same demonstrations, from the same
+SFT checkpoint, for as long as RL took, measured on the same test questions. `minutes` is the recipe alone: it is what
+`make demo` takes. `--quick` takes one seed and a few steps of RL, so its figures fall short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from common import ROOT, Figure, cannot_run, describe_machine, finish
+
+QUICK = ["rl.steps=2", "test.tasks=40", "sft.demonstrations=40"]
+CONTROL = "sft_control"
+
+
+def run_seed(seed: int, out: Path, quick: bool) -> tuple[dict[str, Any], float]:
+    """Run recipe and control -> (test entries by label, minutes of the recipe)."""
+    from upswing.monitor.progress import Progress
+    from upswing.recipe import load_recipe, recipe_from
+    from upswing.stages.runner import run_recipe
+    from upswing.view.run_folder import RESULTS, read_json
+
+    recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [f"seed={seed}", *(QUICK if quick else [])])
+    log = Progress(json_lines=True, min_interval_s=30)
+    started = time.perf_counter()
+    run_recipe(recipe, out, log=log, resume=out.exists())
+    minutes = (time.perf_counter() - started) / 60
+    data = recipe.to_dict()
+    sft = next(stage for stage in data["stages"] if stage["name"] == "sft")
+    test = next(stage for stage in data["stages"] if stage["name"] == "test")
+    graduation = {**sft["graduation"], "enabled": False}
+    control = {**sft, "name": CONTROL, "from": "sft", "time_limit_as": "rl", "graduation": graduation}
+    measured = {**test, "name": "test_control", "of": ["sft", CONTROL, "rl"]}
+    with_control = recipe_from({**data, "stages": [*data["stages"], control, measured]})
+    run_recipe(with_control, out, log=log, resume=True)
+    entries = read_json(out / RESULTS)
+    found = {entry["label"]: entry for entry in entries if entry["stage"] == "test"}
+    found |= {entry["label"]: entry for entry in entries if entry["stage"] == "test_control" and entry["label"] == CONTROL}
+    return found, minutes
+
+
+def points(entry: dict[str, Any], component: str = "strict_match") -> float:
+    return 100 * float(entry["summary"]["components"][component]["mean"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, little training: at most 5 minutes")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-demo"))
+    args = parser.parse_args()
+    try:
+        from upswing.evals.stats import paired_test
+    except ImportError as error:
+        return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
+    print(describe_machine())
+    runs = [run_seed(seed, args.out / f"seed-{seed}", args.quick) for seed in (args.seeds[:1] if args.quick else args.seeds)]
+
+    def over_seeds(value: Any) -> list[float]:
+        return [value(entries) for entries, _ in runs]
+
+    def figure(value: Any, target: float | None = None, better: str = "higher") -> Figure:
+        values = over_seeds(value)
+        return Figure(statistics.median(values), target, better, (min(values), max(values)))
+
+    def paired_p(entries: dict[str, Any]) -> float:
+        by_task = [
+            {r["task_id"]: r["components"]["strict_match"] for r in entries[label]["summary"]["records"]}
+            for label in ("sft", "rl")
+        ]
+        shared = sorted(by_task[0].keys() & by_task[1].keys())
+        return paired_test([by_task[0][i] for i in shared], [by_task[1][i] for i in shared]).p
+
+    minutes = [m for _, m in runs]
+    worst_p = max(over_seeds(paired_p))
+    figures = {
+        "minutes": Figure(statistics.median(minutes), 15, "lower", (min(minutes), max(minutes))),
+        "em_base": figure(lambda e: points(e["base"])),
+        "em_sft": figure(lambda e: points(e["sft"])),
+        "em_rl": figure(lambda e: points(e["rl"])),
+        "em_sft_control": figure(lambda e: points(e[CONTROL])),
+        "rl_minus_sft_points": figure(lambda e: points(e["rl"]) - points(e["sft"]), 20),
+        # Strictly above 0: half a question is the least that 400 questions can differ by.
+        "rl_minus_control_points": figure(lambda e: points(e["rl"]) - points(e[CONTROL]), 0.25),
+        "paired_p": Figure(worst_p, 0.01, "lower"),
+        "eval_questions": figure(lambda e: float(e["rl"]["summary"]["num_tasks"]), 200),
+        "lenient_minus_strict_points": figure(lambda e: points(e["rl"], "exact_match") - points(e["rl"]), 3, "lower"),
+    }
+    return finish("demo", args.quick, figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Keys and values of many sequences in slots, and the attention over them in one packed forward.
+
+Axis letters: S slots, T cached positions, N packed tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv,
+D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+_MIN_POSITIONS = 128
+_MAX_GAP = 1
+"""Unused slots between two used ones that are cheaper to attend over than to split the call at."""
+
+
+class KVCache:
+    """Per layer, keys and values [S, Hkv, T, D]; both S and T grow when needed."""
+
+    def __init__(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_slots = 0
+        self.num_positions = 0
+        empty = torch.zeros(0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.keys = [empty] * num_layers
+        self.values = [empty] * num_layers
+
+    def reserve(self, slots: int, positions: int, *, max_slots: int, max_positions: int) -> None:
+        """Make room for that many slots and positions, growing by at least half so that copies stay rare."""
+        new_slots, new_positions = self.num_slots, self.num_positions
+        if slots > new_slots:
+            new_slots = min(max(slots, new_slots + new_slots // 2, 4), max_slots)
+        if positions > new_positions:
+            new_positions = min(max(positions, new_positions + new_positions // 2, _MIN_POSITIONS), max_positions)
+        if (new_slots, new_positions) == (self.num_slots, self.num_positions):
+            return
+        for held in (self.keys, self.values):
+            for layer, old in enumerate(held):
+                # Zeros, not empty memory: masked positions get weight 0, and 0 times NaN would still be NaN.
+                new = old.new_zeros(new_slots, old.shape[1], new_positions, old.shape[3])
+                new[: self.num_slots, :, : self.num_positions] = old
+                held[layer] = new
+        self.num_slots, self.num_positions = new_slots, new_positions
+
+    def copy_prefix(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy positions [start, stop) from one slot to another."""
+        for held in (self.keys, self.values):
+            for tensor in held:
+                tensor[target, :, start:stop] = tensor[source, :, start:stop]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive new tokens of one sequence in the packed input."""
+
+    slot: int
+    start: int
+    """Position of the first one: how many tokens the slot holds already."""
+    count: int
+    offset: int
+    """Where they begin in the packed input."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Single-token rows whose slots lie (almost) side by side: one SDPA call."""
+
+    rows: slice
+    slots: slice
+    inside: torch.Tensor | None
+    """Index of each row within `slots`; None when the slots have no gaps."""
+    mask: torch.Tensor
+    """[slots, 1, 1, T] additive."""
+    length: int
+
+
+class CachedAttention:
+    """`AttentionContext` of one engine step: writes new keys and values to the cache, attends over each slot.
+
+    The packed input is the segments of two or more tokens, then the single-token rows ascending by slot.
+    """
+
+    def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
+        self._cache = cache
+        self._long = [segment for segment in segments if segment.count > 1]
+        singles = [segment for segment in segments if segment.count == 1]
+        self._single_offset = sum(segment.count for segment in self._long)
+        like = cache.keys[0]
+        self._slots = torch.tensor([s.slot for s in singles], dtype=torch.long, device=like.device)
+        self._positions = torch.tensor([s.start for s in singles], dtype=torch.long, device=like.device)
+        self._runs = [_make_run(rows, singles, like) for rows in _split_runs([segment.slot for segment in singles])]
+        self._masks = {segment: _continuation_mask(segment, like) for segment in self._long}
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
+        out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
+        for segment in self._long:
+            self._attend_segment(layer, segment, q, k, v, scaling, out)
+        if self._runs:
+            self._attend_singles(layer, q, k, v, scaling, out)
+        return out[None]
+
+    def _attend_segment(
+        self,
+        layer: int,
+        segment: Segment,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        out: torch.Tensor,
+    ) -> None:
+        rows = slice(segment.offset, segment.offset + segment.count)
+        stop = segment.start + segment.count
+        keys, values = self._cache.keys[layer][segment.slot], self._cache.values[layer][segment.slot]
+        keys[:, segment.start : stop] = k[0, :, rows]
+        values[:, segment.start : stop] = v[0, :, rows]
+        num_kv = keys.shape[0]
+        group = q.shape[1] // num_kv
+        # Key heads as the batch and the group as heads: shared keys are expanded by stride, not copied.
+        mask = self._masks[segment]
+        attended = F.scaled_dot_product_attention(
+            q[0, :, rows].unflatten(0, (num_kv, group)),
+            keys[:, None, :stop].expand(-1, group, -1, -1),
+            values[:, None, :stop].expand(-1, group, -1, -1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+        )
+        out[rows] = attended.flatten(0, 1).transpose(0, 1)
+
+    def _attend_singles(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, out: torch.Tensor
+    ) -> None:
+        first = self._single_offset
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._slots, :, self._positions] = k[0, :, first:].transpose(0, 1)
+        values[self._slots, :, self._positions] = v[0, :, first:].transpose(0, 1)
+        num_kv, head_dim = keys.shape[1], keys.shape[3]
+        queries = q[0, :, first:].transpose(0, 1).reshape(-1, num_kv, q.shape[1] // num_kv, head_dim)
+        for run in self._runs:
+            rows_q = queries[run.rows]
+            if run.inside is not None:
+                spread = rows_q.new_zeros(run.slots.stop - run.slots.start, *rows_q.shape[1:])
+                spread[run.inside] = rows_q
+                rows_q = spread
+            # A group's queries share their keys, so they stand as query positions of one key head.
+            attended = F.scaled_dot_product_attention(
+                rows_q,
+                keys[run.slots, :, : run.length],
+                values[run.slots, :, : run.length],
+                attn_mask=run.mask,
+                scale=scaling,
+            )
+            if run.inside is not None:
+                attended = attended[run.inside]
+            out[first + run.rows.start : first + run.rows.stop] = attended.flatten(1, 2)
+
+
+def _split_runs(slots: Sequence[int]) -> list[slice]:
+    """Row ranges whose ascending slots lie side by side, small gaps allowed."""
+    starts = [i for i, slot in enumerate(slots) if i == 0 or slot - slots[i - 1] > 1 + _MAX_GAP]
+    stops = [*starts[1:], len(slots)]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=False)]
+
+
+def _make_run(rows: slice, singles: Sequence[Segment], like: torch.Tensor) -> _Run:
+    held = singles[rows]
+    first, last = held[0].slot, held[-1].slot
+    count = last - first + 1
+    lengths = torch.ones(count, dtype=torch.long)  # a gap's slot reads position 0, so that no row is all masked
+    inside = torch.tensor([segment.slot - first for segment in held])
+    lengths[inside] = torch.tensor([segment.start + 1 for segment in held])
+    longest = int(lengths.max())
+    hidden = torch.arange(longest)[None, :] >= lengths[:, None]
+    mask = torch.zeros(count, longest, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    return _Run(
+        rows=rows,
+        slots=slice(first, last + 1),
+        inside=inside.to(like.device) if count > len(held) else None,
+        mask=mask[:, None, None, :].to(like.device),
+        length=longest,
+    )
+
+
+def _continuation_mask(segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
+    """Causal mask [count, start + count] of tokens that continue a cached prefix; None without one."""
+    if segment.start == 0:
+        return None
+    shape = (segment.count, segment.start + segment.count)
+    seen = torch.ones(shape, dtype=torch.bool, device=like.device).tril(segment.start)
+    return torch.zeros(shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))

@@ -1,0 +1,140 @@
+"""Which tokens each cache slot holds, who may use it, and which cached prefix a new request can start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from upswing.trajectory.types import Int32T
+
+MIN_SHARED = 8
+"""Tokens: shorter common prefixes are computed again rather than waited for or copied."""
+
+
+def common_prefix(a: Int32T, b: Int32T) -> int:
+    """How many leading tokens two sequences share."""
+    count = min(len(a), len(b))
+    differs = a[:count] != b[:count]
+    first = int(differs.argmax()) if count else 0
+    return first if count and differs[first] else count
+
+
+@dataclass(eq=False)
+class Slot:
+    """One row of the cache. Free when neither busy nor kept for a session; its tokens stay readable until reuse."""
+
+    index: int
+    busy: bool = False
+    session: str | None = None
+    """The trajectory it is kept for between turns."""
+    last_used: int = 0
+    length: int = 0
+    """Tokens whose keys and values are in the cache."""
+    _tokens: Int32T = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def tokens(self) -> Int32T:
+        return self._tokens[: self.length]
+
+    def extend(self, tokens: Int32T) -> None:
+        """Record that the cache now holds these tokens too."""
+        stop = self.length + len(tokens)
+        if stop > len(self._tokens):
+            grown = np.empty(max(stop, 2 * len(self._tokens), 256), np.int32)
+            grown[: self.length] = self.tokens
+            self._tokens = grown
+        self._tokens[self.length : stop] = tokens
+        self.length = stop
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a request goes: `slot` holds `kept` tokens of it; `source` has those up to `shared` to copy."""
+
+    slot: Slot
+    kept: int
+    source: Slot | None
+    shared: int
+
+
+class SlotTable:
+    """All slots. New ones are made while there are fewer than `max_slots`, low numbers first."""
+
+    def __init__(self, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.slots: list[Slot] = []
+        self.evictions = 0
+        self._clock = 0
+
+    def has_room(self) -> bool:
+        """Whether `place` would find a slot now."""
+        return len(self.slots) < self.max_slots or any(not slot.busy for slot in self.slots)
+
+    def longest_match(self, sequence: Int32T) -> int:
+        """How many tokens of `sequence` are cached somewhere, the last one not counted."""
+        return self._longest(self.slots, sequence, len(sequence) - 1)[1]
+
+    def place(self, sequence: Int32T, session: str | None) -> Placement | None:
+        """Take a slot for `sequence` and mark it busy; None when all are busy.
+
+        At least the last token is left to compute, because its logits are what the first sampled token needs.
+        """
+        limit = len(sequence) - 1
+        source, shared = self._longest(self.slots, sequence, limit)
+        own, kept = self._longest(self._idle(session), sequence, limit) if session is not None else (None, 0)
+        if own is None and source is not None and not source.busy and source.session is None:
+            own, kept = source, shared
+        slot = own or self._free_slot()
+        if slot is None:
+            return None
+        if slot is source:
+            kept = shared
+        if source is None or slot is source or shared < kept + MIN_SHARED:
+            source, shared = None, kept
+        slot.busy, slot.session, slot.length = True, session, kept
+        return Placement(slot, kept, source, shared)
+
+    def done(self, slot: Slot, *, keep_for: str | None) -> None:
+        """The slot's request ended. `keep_for` a session: kept until released or evicted; None: free."""
+        self._clock += 1
+        slot.busy, slot.session, slot.last_used = False, keep_for, self._clock
+
+    def release(self, session: str) -> None:
+        """Free what is kept for a session."""
+        for slot in self._idle(session):
+            slot.session = None
+
+    def clear(self) -> None:
+        """Forget every cached token and every session. No slot may be in use afterwards."""
+        for slot in self.slots:
+            slot.busy, slot.session, slot.length = False, None, 0
+
+    def _idle(self, session: str | None) -> list[Slot]:
+        return [slot for slot in self.slots if not slot.busy and slot.session == session]
+
+    @staticmethod
+    def _longest(slots: Iterable[Slot], sequence: Int32T, limit: int) -> tuple[Slot | None, int]:
+        """The slot that shares most of the sequence, the lowest of equals; a slot with nothing shared counts too."""
+        best: Slot | None = None
+        length = -1
+        for slot in slots:
+            shared = min(common_prefix(slot.tokens, sequence), limit)
+            if shared > length:
+                best, length = slot, shared
+        return best, max(length, 0)
+
+    def _free_slot(self) -> Slot | None:
+        """A free slot, else a new one, else the idle session that waited longest loses its slot."""
+        free = self._idle(None)
+        if free:
+            return free[0]
+        if len(self.slots) < self.max_slots:
+            self.slots.append(Slot(len(self.slots)))
+            return self.slots[-1]
+        idle = [slot for slot in self.slots if not slot.busy]
+        if not idle:
+            return None
+        self.evictions += 1
+        return min(idle, key=lambda slot: slot.last_used)

@@ -1,0 +1,471 @@
+"""The embedded engine: continuous batching over a Hugging Face model, with a slotted KV cache and prefix reuse.
+
+One step is one packed forward: a token for every running completion, plus up to `prefill_chunk` prompt tokens of
+those that begin. Requests wait in order; a finished one's slot is refilled at the next step. A request starts from
+the longest cached prefix there is: its own session's earlier turns, or any other sequence's (a group's prompt is
+computed once and copied). Requests that share a prefix still being computed wait for it.
+
+Steps run in one worker thread; everything they touch is touched by nobody else while one runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from upswing.engine.base import Capabilities, Completion, EngineStats, FinishReason, Sampling
+from upswing.engine.kv_cache import CachedAttention, KVCache, Segment
+from upswing.engine.sampler import check_sampling, sample
+from upswing.engine.slots import MIN_SHARED, Slot, SlotTable, common_prefix
+from upswing.engine.stopping import StopChecker
+from upswing.engine.weights import compute_dtype, load_weights
+from upswing.models.attention import use_upswing_attention
+from upswing.trajectory.types import Int32T
+
+_STEPS_PER_HOP = 8
+"""Steps that the worker thread does before the event loop hears from it, unless a completion ends earlier."""
+
+_R = TypeVar("_R")
+
+
+@dataclass(eq=False)
+class _Request:
+    """One completion on its way. `sequence` is prompt and sampled tokens, `length` of them so far."""
+
+    sequence: Int32T
+    length: int
+    num_prompt: int
+    sampling: Sampling
+    session: str | None
+    stop: StopChecker
+    future: asyncio.Future[Completion]
+    rng: random.Random
+    slot: Slot | None = None
+    tokens: list[int] = field(default_factory=list)
+    engine_logprobs: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    policy_version: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.CANCELLED
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that must run through the model before the next one can be sampled."""
+        return self.length - (self.slot.length if self.slot else 0)
+
+    def add(self, token: int, logprob: float, entropy: float, version: int) -> bool:
+        """Take a sampled token; True when the completion has ended."""
+        self.tokens.append(token)
+        self.engine_logprobs.append(logprob)
+        self.entropy.append(entropy)
+        self.policy_version.append(version)
+        self.sequence[self.length] = token
+        self.length += 1
+        reason = self.stop.check(self.tokens)
+        if reason is not None:
+            self.finish_reason = reason
+        return reason is not None
+
+    def resolve(self) -> None:
+        """Give the result to whoever awaits it. Event loop only."""
+        if not self.future.done():
+            self.future.set_result(
+                Completion(
+                    tokens=tuple(self.tokens),
+                    engine_logprobs=tuple(self.engine_logprobs),
+                    policy_version=tuple(self.policy_version),
+                    finish_reason=self.finish_reason,
+                    entropy=tuple(self.entropy),
+                )
+            )
+
+
+class TorchEngine:
+    """Samples from a Llama- or Qwen-family `AutoModelForCausalLM` on CPU or one GPU.
+
+    The model is used as it is and changed by `update_weights`; `from_model` makes a copy first. `tokenizer` is needed
+    for stop strings only. `max_slots` completions run at once, the rest wait. `max_context` (prompt plus completion)
+    defaults to the model's; cache memory grows with what is used, not with what is allowed.
+    """
+
+    capabilities = Capabilities()
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        max_slots: int = 64,
+        max_context: int | None = None,
+        prefill_chunk: int = 1024,
+        version: int = 0,
+    ) -> None:
+        limit = int(model.config.max_position_embeddings)
+        if max_context is not None and not 2 <= max_context <= limit:
+            raise ValueError(f"max_context is {max_context}; allowed: 2 to {limit}, what the model was made for")
+        if max_slots < 1 or prefill_chunk < 1:
+            raise ValueError(f"max_slots ({max_slots}) and prefill_chunk ({prefill_chunk}) must be at least 1")
+        use_upswing_attention(model)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.max_context = max_context or limit
+        self.prefill_chunk = prefill_chunk
+        self.version = version
+        self.stats = EngineStats(extra={"copied_tokens": 0.0, "evictions": 0.0})
+        self._slots = SlotTable(max_slots)
+        self._cache = _new_cache(model)
+        self._waiting: list[_Request] = []
+        self._active: list[_Request] = []
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._requests: set[_Request] = set()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upswing-engine")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> TorchEngine:
+        """An engine with its own copy of `model`.
+
+        `device` None: a GPU when there is one. `dtype` None: bfloat16 where the device computes in it, else float32.
+        """
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        held = copy.deepcopy(model).to(device=chosen, dtype=dtype or compute_dtype(chosen))
+        return cls(held, tokenizer=tokenizer, **options)
+
+    @property
+    def max_slots(self) -> int:
+        return self._slots.max_slots
+
+    @property
+    def num_running(self) -> int:
+        """Requests admitted or waiting."""
+        return len(self._requests)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the KV cache holds now."""
+        return self._cache.num_bytes
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Sample one completion of `prompt`; see `Engine.generate`.
+
+        Raises ValueError for an empty prompt, one that doesn't fit, or a setting out of range.
+        """
+        self._check_open()
+        loop = self._bind_loop()
+        request = self._new_request(prompt, sampling, session, loop)
+        self._requests.add(request)
+        self._inbox.append(lambda: self._waiting.append(request))
+        if self._task is None:
+            self._task = loop.create_task(self._run())
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._inbox.append(lambda: self._drop(request))
+            raise
+        finally:
+            self._requests.discard(request)
+
+    def release(self, session: str) -> None:
+        """Free what is kept for a session. Unknown sessions are ignored."""
+        self._inbox.append(lambda: self._release(session))
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load weights between two steps. Running completions go on with the new ones, their cache recomputed.
+
+        Raises ValueError, before anything is changed, for unknown or missing names and wrong shapes.
+        """
+        self._check_open()
+
+        def load() -> None:
+            load_weights(self.model, weights)
+            self.version = version
+            self._forget_cache()
+
+        await self._exclusively(load)
+
+    async def close(self) -> None:
+        """Stop; requests still running end as cancelled, with the tokens that they have."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._exclusively(self._reset)
+        for request in list(self._requests):
+            request.resolve()
+        self._cache = _new_cache(self.model)
+        self._worker.shutdown(wait=False)
+
+    # --- event loop side ---------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+    def _bind_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop. One that replaces an earlier one finds no requests of that one left."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._worker.submit(self._reset).result()
+            self._loop, self._lock, self._task = loop, asyncio.Lock(), None
+            self._requests.clear()
+        return loop
+
+    async def _exclusively(self, action: Callable[[], _R]) -> _R:
+        """Run in the worker thread while no step runs."""
+        loop = self._bind_loop()
+        async with self._lock:
+            return await loop.run_in_executor(self._worker, action)
+
+    def _new_request(
+        self, prompt: Sequence[int], sampling: Sampling, session: str | None, loop: asyncio.AbstractEventLoop
+    ) -> _Request:
+        check_sampling(sampling)
+        num_prompt = len(prompt)
+        if num_prompt == 0:
+            raise ValueError("the prompt has no tokens; at least 1 is needed")
+        if num_prompt + sampling.max_tokens > self.max_context:
+            raise ValueError(
+                f"prompt of {num_prompt} tokens plus max_tokens {sampling.max_tokens} is "
+                f"{num_prompt + sampling.max_tokens}, above the engine's context of {self.max_context}"
+            )
+        sequence = np.empty(num_prompt + sampling.max_tokens, np.int32)
+        sequence[:num_prompt] = prompt
+        vocab = int(self.model.config.vocab_size)
+        if sequence[:num_prompt].min() < 0 or sequence[:num_prompt].max() >= vocab:
+            raise ValueError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
+        return _Request(
+            sequence=sequence,
+            length=num_prompt,
+            num_prompt=num_prompt,
+            sampling=sampling,
+            session=session,
+            stop=StopChecker(sampling, self.tokenizer),
+            future=loop.create_future(),
+            rng=random.Random(sampling.seed),
+        )
+
+    async def _run(self) -> None:
+        """Step while there are requests; ends when there are none, and is started again by the next one."""
+        try:
+            while self._requests and not self._closed:
+                for request in await self._exclusively(self._work):
+                    request.resolve()
+                    self._requests.discard(request)
+        except asyncio.CancelledError:
+            for request in self._requests:
+                request.future.cancel()
+            self._loop = None  # the worker may still be in a step: the next call waits for it and resets
+            raise
+        except BaseException as error:
+            failed = list(self._requests)
+            self._requests.clear()
+            await self._exclusively(self._reset)
+            for request in failed:
+                if not request.future.done():
+                    request.future.set_exception(error)
+        finally:
+            self._task = None
+
+    # --- worker thread side ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _work(self) -> list[_Request]:
+        """A few steps; returns the requests that ended."""
+        for _ in range(_STEPS_PER_HOP):
+            while self._inbox:
+                self._inbox.popleft()()
+            self._admit()
+            if not self._active:
+                return []
+            finished = self._step()
+            if finished:
+                return finished
+        return []
+
+    def _drop(self, request: _Request) -> None:
+        """Forget a cancelled request and free its slot."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request in self._active:
+            self._leave(request, keep=False)
+
+    def _release(self, session: str) -> None:
+        self._slots.release(session)
+        for request in self._active:
+            if request.session == session:
+                request.session = None
+
+    def _leave(self, request: _Request, *, keep: bool) -> None:
+        """Take a request out of the running ones; `keep` its slot for the session's next turn."""
+        self._active.remove(request)
+        if request.slot is not None:
+            self._slots.done(request.slot, keep_for=request.session if keep else None)
+            request.slot = None
+
+    def _forget_cache(self) -> None:
+        """Drop every key and value; running requests start over from their tokens so far, before the waiting ones."""
+        self._waiting = self._active + self._waiting
+        self._active = []
+        for request in self._waiting:
+            request.slot = None
+        self._slots.clear()
+
+    def _reset(self) -> None:
+        """Forget all requests and the cache, after a failure or at the end."""
+        self._inbox.clear()
+        self._forget_cache()
+        self._waiting = []
+
+    def _admit(self) -> None:
+        """Give slots to waiting requests, first come first, except those whose prefix is just being computed."""
+        still_waiting: list[_Request] = []
+        for request in self._waiting:
+            if not self._slots.has_room() or not self._try_place(request):
+                still_waiting.append(request)
+        self._waiting = still_waiting
+
+    def _try_place(self, request: _Request) -> bool:
+        sequence = request.sequence[: request.length]
+        coming = self._prefix_being_computed(sequence)
+        if coming and coming >= self._slots.longest_match(sequence) + MIN_SHARED:
+            return False
+        placement = self._slots.place(sequence, request.session)
+        if placement is None:
+            return False
+        slot = placement.slot
+        self._cache.reserve(
+            len(self._slots.slots), request.length, max_slots=self.max_slots, max_positions=self.max_context
+        )
+        if placement.source is not None:
+            self._cache.copy_prefix(placement.source.index, slot.index, placement.kept, placement.shared)
+            slot.extend(sequence[placement.kept : placement.shared])
+            self.stats.extra["copied_tokens"] += placement.shared - placement.kept
+        self.stats.cached_tokens += placement.shared
+        self.stats.extra["evictions"] = self._slots.evictions
+        request.slot = slot
+        self._active.append(request)
+        return True
+
+    def _prefix_being_computed(self, sequence: Int32T) -> int:
+        """Longest prefix of `sequence` that a running request has but has not computed yet."""
+        prefilling = (request for request in self._active if request.num_pending > 1)
+        return max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
+
+    def _step(self) -> list[_Request]:
+        """One packed forward and one sampled token for each request whose sequence is complete."""
+        began = time.perf_counter()
+        batch = self._plan()
+        segments, ids, ends = _pack(batch)
+        longest = max(segment.start + segment.count for segment in segments)
+        self._cache.reserve(len(self._slots.slots), longest, max_slots=self.max_slots, max_positions=self.max_context)
+        logits = self._forward(segments, ids, ends)
+        num_decode = 0
+        ready: list[_Request] = []
+        for request, count in batch:
+            slot = _slot_of(request)
+            num_decode += int(count == 1 and slot.length >= request.num_prompt)
+            slot.extend(request.sequence[slot.length : slot.length + count])
+            if request.num_pending == 0:
+                ready.append(request)
+        finished = self._sample(ready, logits) if ready else []
+        self._count(len(ids) - num_decode, num_decode, time.perf_counter() - began)
+        return finished
+
+    def _plan(self) -> list[tuple[_Request, int]]:
+        """Who runs, with how many tokens: long ones first, then single tokens ascending by slot."""
+        singles = [(request, 1) for request in self._active if request.num_pending == 1]
+        long: list[tuple[_Request, int]] = []
+        budget = self.prefill_chunk
+        for request in self._active:
+            if request.num_pending > 1 and budget > 0:
+                count = min(request.num_pending, budget)
+                (long if count > 1 else singles).append((request, count))
+                budget -= count
+        return long + sorted(singles, key=lambda pair: _slot_of(pair[0]).index)
+
+    def _forward(self, segments: Sequence[Segment], ids: Int32T, ends: Sequence[int]) -> torch.Tensor:
+        """Logits [len(ends), V] at the packed indices `ends`; of the last token when there are none."""
+        device = self.model.device
+        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in segments])
+        output = self.model(
+            input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device),
+            position_ids=torch.from_numpy(positions)[None].to(device),
+            attention=CachedAttention(self._cache, segments),
+            use_cache=False,
+            logits_to_keep=torch.tensor(ends or [len(ids) - 1], device=device),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _sample(self, ready: Sequence[_Request], logits_BV: torch.Tensor) -> list[_Request]:
+        """Add a token to each ready request; returns those that ended."""
+        sampled = sample(logits_BV, [r.sampling for r in ready], [r.rng.random() for r in ready])
+        if any(value != value for value in sampled.logprobs):
+            raise FloatingPointError(f"the model's logits are not finite (policy version {self.version})")
+        finished = []
+        for row, request in enumerate(ready):
+            if request.add(sampled.tokens[row], sampled.logprobs[row], sampled.entropies[row], self.version):
+                self._leave(request, keep=True)
+                finished.append(request)
+        return finished
+
+    def _count(self, num_prefill: int, num_decode: int, seconds: float) -> None:
+        """A step's time is shared out by tokens."""
+        share = num_decode / (num_prefill + num_decode)
+        self.stats.prefill_tokens += num_prefill
+        self.stats.decode_tokens += num_decode
+        self.stats.prefill_s += seconds * (1 - share)
+        self.stats.decode_s += seconds * share
+        self.stats.decode_steps += num_decode > 0
+
+
+def _slot_of(request: _Request) -> Slot:
+    assert request.slot is not None, "a running request has a slot"
+    return request.slot
+
+
+def _pack(batch: Iterable[tuple[_Request, int]]) -> tuple[list[Segment], Int32T, list[int]]:
+    """Segments, their tokens in a row, and the packed index of each last token whose logits are needed."""
+    segments: list[Segment] = []
+    pieces: list[Int32T] = []
+    ends: list[int] = []
+    offset = 0
+    for request, count in batch:
+        slot = _slot_of(request)
+        segments.append(Segment(slot.index, slot.length, count, offset))
+        pieces.append(request.sequence[slot.length : slot.length + count])
+        offset += count
+        if count == request.num_pending:
+            ends.append(offset - 1)
+    return segments, np.concatenate(pieces), ends
+
+
+def _new_cache(model: PreTrainedModel) -> KVCache:
+    config = model.config
+    return KVCache(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        dtype=model.dtype,
+        device=model.device,
+    )

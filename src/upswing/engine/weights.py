@@ -1,0 +1,40 @@
+"""An engine's own weights: their number format, and loading new ones in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from upswing.errors import did_you_mean
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device computes in it natively, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    native = any(bool(getattr(torch.cpu, name, lambda: False)()) for name in checks)
+    return torch.bfloat16 if native else torch.float32
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into the model's parameters, converting device and dtype.
+
+    A tied parameter may be given under any of its names. Raises ValueError, before anything is changed, for unknown
+    or missing names and wrong shapes.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in weights.items():
+        if name not in parameters:
+            raise ValueError(f"the model has no parameter '{name}'{did_you_mean(name, parameters)}")
+        if parameters[name].shape != value.shape:
+            expected = tuple(parameters[name].shape)
+            raise ValueError(f"parameter '{name}' has shape {tuple(value.shape)}; the model's is {expected}")
+    given = {id(parameters[name]) for name in weights}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
+    if missing:
+        raise ValueError(f"{len(missing)} parameters were not given, the first is '{missing[0]}'; give all of them")
+    for name, value in weights.items():
+        parameters[name].copy_(value)

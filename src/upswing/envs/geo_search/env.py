@@ -1,0 +1,201 @@
+"""GeoSearch: questions about places, answered by searching short passages of real facts.
+
+The agent's turn holds exactly one action tag, at its end: `<search>words</search>` or `<answer>text</answer>`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
+from upswing.envs.geo_search.corpus import World, build_world
+from upswing.envs.geo_search.expert import Plan, ScriptedExpert
+from upswing.envs.geo_search.facts import SPLITS, require_packages
+from upswing.envs.geo_search.names import stable_hash
+from upswing.envs.geo_search.pools import KINDS, SYSTEM, draws
+from upswing.errors import ConfigError, did_you_mean
+from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
+
+NO_RESULTS = "No results."
+INVALID = "Invalid. End with one <search>words</search> or one <answer>text</answer>."
+_TAG = re.compile(r"<(/?)(search|answer)>")
+_MARKUP = re.compile(r"<(\s*/?\s*(?:search|answer)\s*|\|[^<>|]*\|)>", re.IGNORECASE)
+
+
+def parse_action(text: str) -> tuple[str, str] | None:
+    """('search' | 'answer', content) when the text ends with its only tag; None when malformed."""
+    tags = list(_TAG.finditer(text))
+    if len(tags) != 2 or tags[0].group(1) or not tags[1].group(1) or tags[0].group(2) != tags[1].group(2):
+        return None
+    if text[tags[1].end() :].strip():
+        return None
+    return tags[0].group(2), text[tags[0].end() : tags[1].start()].strip()
+
+
+def neutralise(text: str) -> str:
+    """Result text without anything that reads as an action tag or a chat-template marker: '<' becomes '['."""
+    return _MARKUP.sub(r"[\1]", text)
+
+
+class GeoSearch(Environment):
+    """Multi-turn search over facts of GeoNames and ISO, without a network.
+
+    Places (countries, cities, subdivisions) of the splits `train`, `dev` and `test` are disjoint; names of currencies
+    and languages, continents and numbers are shared vocabulary. All splits search the same passages.
+
+    Options: `k` passages a search; `max_searches`, after which the next turn must answer; `max_invalid` malformed
+    turns in a row end the episode; `kinds`, a list of question kinds or a mapping of weights; `min_population` and
+    `max_cities_per_country` choose the cities; `expert_noise`, the chance of a careless first query a hop in
+    demonstrations. Raises ConfigError for a wrong option or when the extra `search` isn't installed.
+    """
+
+    name = "geo_search"
+
+    def __init__(
+        self,
+        *,
+        k: int = 1,
+        max_searches: int = 4,
+        max_invalid: int = 2,
+        kinds: list[str] | tuple[str, ...] | Mapping[str, float] | None = None,
+        min_population: int = 100_000,
+        max_cities_per_country: int = 60,
+        expert_noise: float = 0.0,
+    ) -> None:
+        require_packages()
+        self.k = _integer("k", k, 1, 20)
+        self.max_searches = _integer("max_searches", max_searches, 1, 50)
+        self.max_invalid = _integer("max_invalid", max_invalid, 1, 50)
+        self.kinds = _weights(kinds)
+        self.min_population = _integer("min_population", min_population, 15_000, 1_000_000)
+        self.max_cities_per_country = _integer("max_cities_per_country", max_cities_per_country, 5, 5_000)
+        if isinstance(expert_noise, bool) or not isinstance(expert_noise, int | float) or not 0 <= expert_noise <= 1:
+            raise ConfigError(f"geo_search option expert_noise is {expert_noise!r}; allowed: a number from 0 to 1")
+        self.expert_noise = float(expert_noise)
+        self._turns = self._invalid_in_a_row = self._invalid = 0
+        self._queries: list[str] = []
+
+    @property
+    def world(self) -> World:
+        """Facts, passages and index, shared by every instance of the process."""
+        return build_world(self.min_population, self.max_cities_per_country)
+
+    def search(self, query: str, k: int) -> str:
+        """The tool: the k best passages for the query, one `Title: text` a line, or 'No results.'"""
+        return "\n".join(neutralise(p.line) for p in self.world.search(query, k)) or NO_RESULTS
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Start: the task's messages, with the system message in front when the task has none."""
+        self._turns = self._invalid_in_a_row = self._invalid = 0
+        self._queries = []
+        system = () if any(m.role == "system" for m in task.messages) else (Message(role="system", content=SYSTEM),)
+        return Observation(messages=system + task.messages)
+
+    def step(self, message: AssistantMessage) -> Observation:
+        """Search, answer, or a corrective message; see the class for when an episode ends."""
+        self._turns += 1
+        if not message.finished:
+            return Observation(done=True, stop_reason=StopReason.MAX_TOKENS)
+        action = parse_action(message.content)
+        if action is None:
+            return self._refuse()
+        self._invalid_in_a_row = 0
+        verb, content = action
+        if verb == "answer":
+            return Observation(done=True, stop_reason=StopReason.ANSWERED, answer=content)
+        if self._turns > self.max_searches:
+            return Observation(done=True, stop_reason=StopReason.MAX_TURNS)
+        start = time.perf_counter()
+        result = self.search(content, self.k)
+        record = ToolRecord(
+            call=ToolCall(name="search", arguments={"query": content, "k": self.k}),
+            result=result,
+            ok=True,
+            turn=self._turns - 1,
+            duration_s=time.perf_counter() - start,
+        )
+        self._queries.append(content)
+        return Observation(messages=(Message(role="tool", content=result, name="search"),), tool_records=(record,))
+
+    def _refuse(self) -> Observation:
+        self._invalid += 1
+        self._invalid_in_a_row += 1
+        record = ToolRecord(call=ToolCall(name="search"), result=INVALID, ok=False, turn=self._turns - 1)
+        if self._invalid_in_a_row >= self.max_invalid:
+            return Observation(done=True, stop_reason=StopReason.INVALID_CALLS, tool_records=(record,))
+        if self._turns > self.max_searches:
+            return Observation(done=True, stop_reason=StopReason.MAX_TURNS, tool_records=(record,))
+        return Observation(messages=(Message(role="tool", content=INVALID, name="search"),), tool_records=(record,))
+
+    def state(self) -> Mapping[str, Any]:
+        """`num_searches`, `num_invalid` and the queries."""
+        return {"num_searches": len(self._queries), "num_invalid": self._invalid, "queries": list(self._queries)}
+
+    def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
+        """Endless tasks of a split, kinds mixed by weight. Within a kind none repeats until all have come.
+
+        Raises ConfigError for an unknown split.
+        """
+        if split not in SPLITS:
+            allowed = ", ".join(SPLITS)
+            raise ConfigError(f"geo_search has no split '{split}'; allowed: {allowed}{did_you_mean(split, SPLITS)}")
+        return self._mixed(split, seed)
+
+    def _mixed(self, split: str, seed: int) -> Iterator[Task]:
+        rng = random.Random(stable_hash("mix", split, seed))
+        streams = {kind: draws(self.world, split, kind, seed, self.max_searches) for kind in self.kinds}
+        names, weights = list(self.kinds), list(self.kinds.values())
+        while True:
+            kind = rng.choices(names, weights)[0]
+            task = next(streams[kind], None)
+            if task is None:
+                raise ConfigError(
+                    f"geo_search has no {kind} question in split '{split}' that {self.max_searches} searches can "
+                    "answer; raise max_searches or max_cities_per_country, or leave the kind out of kinds"
+                )
+            yield task
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """A scripted policy for a task of this environment; careless with chance `expert_noise` a hop.
+
+        Raises ConfigError for a task without a plan.
+        """
+        if "plan" not in task.data:
+            raise ConfigError(f"task '{task.id}' has no plan in its data; the expert only plays geo_search's own tasks")
+        plan = Plan(steps=tuple(task.data["plan"]), final=task.data["final"])
+        return ScriptedExpert(
+            plan,
+            task.messages[-1].content,
+            lambda query: self.search(query, self.k).split("\n"),
+            rng,
+            noise=self.expert_noise,
+            max_searches=self.max_searches,
+        )
+
+
+def _integer(key: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"geo_search option {key} is {value!r}; allowed: a whole number from {low:,} to {high:,}")
+    return value
+
+
+def _weights(kinds: Any) -> dict[str, float]:
+    """Kind -> weight, checked."""
+    if kinds is None:
+        return dict.fromkeys(KINDS, 1.0)
+    if isinstance(kinds, str) or not isinstance(kinds, list | tuple | Mapping):
+        raise ConfigError(f"geo_search option kinds is {kinds!r}; allowed: a list of {', '.join(KINDS)}, or weights")
+    weights = dict(kinds) if isinstance(kinds, Mapping) else dict.fromkeys(kinds, 1.0)
+    for kind, weight in weights.items():
+        if kind not in KINDS:
+            hint = did_you_mean(str(kind), KINDS)
+            raise ConfigError(f"geo_search option kinds has '{kind}'; allowed: {', '.join(KINDS)}{hint}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+            raise ConfigError(f"geo_search option kinds gives '{kind}' the weight {weight!r}; allowed: 0 or more")
+    if not any(weights.values()):
+        raise ConfigError("geo_search option kinds chooses nothing; give at least one kind a weight above 0")
+    return {kind: float(weight) for kind, weight in weights.items() if weight > 0}

@@ -1,0 +1,298 @@
+"""A function's hints and docstring are its schema, and bad calls get words instead of exceptions."""
+
+import asyncio
+import enum
+import functools
+import threading
+import time
+from typing import Any, Literal, Optional
+
+import pytest
+from pydantic import BaseModel
+
+from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
+from upswing.errors import ConfigError, EnvironmentBroken
+
+
+class Unit(enum.Enum):
+    METRE = "m"
+    FOOT = "ft"
+
+
+class Point(BaseModel):
+    x: float
+    title: str = ""
+
+
+def search(query: str, k: int = 5, kind: Literal["city", "country"] = "city", near: Optional[str] = None) -> list[str]:  # noqa: UP045
+    """Search the passages.
+
+    Finds by words.
+
+    Args:
+        query: What to look for;
+            may have several words.
+        k (int): How many.
+
+    Returns:
+        Passages.
+    """
+    return [query] * k
+
+
+def measure(w: float, nums: list[float], unit: Unit = Unit.METRE, extra: dict[str, int] | None = None) -> str:
+    """Measure."""
+    return f"{w} {nums} {unit.name} {extra}"
+
+
+def test_schema_of_a_function():
+    schema = Tool.from_function(search).schema
+    assert schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the passages. Finds by words.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "What to look for; may have several words."},
+                    "k": {"type": "integer", "description": "How many.", "default": 5},
+                    "kind": {"type": "string", "enum": ["city", "country"], "default": "city"},
+                    "near": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+
+
+def test_schema_of_enums_and_models_is_in_place():
+    def place(point: Point, unit: Unit = Unit.FOOT) -> str:
+        """Place."""
+        return f"{point.x}{unit.name}"
+
+    properties = Tool.from_function(place).schema["function"]["parameters"]["properties"]
+    assert properties["unit"] == {"type": "string", "enum": ["m", "ft"], "default": "ft"}
+    assert properties["point"]["properties"] == {"x": {"type": "number"}, "title": {"type": "string", "default": ""}}
+
+
+async def test_enums_and_models_arrive_as_such():
+    def place(point: Point, unit: Unit = Unit.FOOT) -> str:
+        """Place."""
+        return f"{point.x} {unit.name}"
+
+    assert await Tool.from_function(place).call({"point": {"x": 1}, "unit": "m"}) == "1.0 METRE"
+
+
+def untyped(query: str, k) -> str:
+    """Doc."""
+    return query
+
+
+def star(query: str, *more: str) -> str:
+    """Doc."""
+    return query
+
+
+def stars(query: str, **more: str) -> str:
+    """Doc."""
+    return query
+
+
+def undocumented(query: str) -> str:
+    return query
+
+
+def odd(query: threading.Lock) -> str:
+    """Doc."""
+    return ""
+
+
+def positional(query: str, /) -> str:
+    """Doc."""
+    return query
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (untyped, ["'untyped'", "'k'", "type hint"]),
+        (star, ["'star'", "more"]),
+        (stars, ["'stars'", "more"]),
+        (positional, ["'positional'", "query"]),
+        (undocumented, ["'undocumented'", "docstring"]),
+        (odd, ["'odd'", "'query'", "JSON schema"]),
+        (lambda: "", ["<lambda>"]),
+        (3, ["int"]),
+    ],
+)
+def test_functions_that_can_not_be_tools(function, words):
+    with pytest.raises(ConfigError) as caught:
+        Tool.from_function(function)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_must_be_a_time(timeout_s):
+    with pytest.raises(ConfigError, match="timeout_s"):
+        Tool.from_function(search, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"qurey": "a"}, ["'qurey'", "did you mean 'query'", "missing argument 'query'", "search(query: string"]),
+        ({"query": "a", "zzz": 1}, ["unknown argument 'zzz'"]),
+        ({}, ["missing argument 'query'"]),
+        ({"query": 3}, ["'query'", "string", "got 3"]),
+        ({"query": "a", "k": "many"}, ["'k'", "integer"]),
+        ({"query": "a", "k": 2.5}, ["'k'", "integer"]),
+        ({"query": "a", "k": True}, ["'k'", "integer"]),
+        ({"query": "a", "kind": "town"}, ["'kind'", "city"]),
+        ({"query": None}, ["'query'", "null"]),
+        ({"query": object()}, ["'query'"]),
+    ],
+)
+async def test_wrong_arguments_are_named_and_nothing_runs(arguments, words):
+    ran = []
+
+    def spy(**kwargs: Any) -> str:
+        ran.append(kwargs)
+        return ""
+
+    tool = Tool.from_function(search)
+    object.__setattr__(tool, "function", spy)
+    with pytest.raises(ToolArgumentError) as caught:
+        await tool.call(arguments)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fine"),
+    [
+        ({"w": 7, "nums": [1.0, 2.0]}, True),
+        ({"w": 7, "nums": [1, 2]}, True),
+        ({"nums": [1.0, 2.0], "w": 7, "unit": "m"}, True),
+        ({"w": "7", "nums": [1.0]}, True),
+        ({"w": 7, "nums": [1.0], "extra": {"a": 1}}, True),
+        ({"w": 7, "nums": [1.0], "zzz": 1}, False),
+        ({"w": True, "nums": [1.0]}, False),
+        ({"w": 7, "nums": [True]}, False),
+        ({"w": 7, "nums": 1.0}, False),
+        ({"w": 7, "nums": [1.0], "unit": "mile"}, False),
+        ({"w": 7, "nums": [1.0], "extra": {"a": False}}, False),
+    ],
+)
+def test_lossless_conversions_only(arguments, fine):
+    tool = Tool.from_function(measure)
+    if fine:
+        bound = tool.bind(arguments)
+        assert bound["w"] == 7.0 and all(isinstance(n, float) for n in bound["nums"])
+        assert bound.get("unit", Unit.METRE) is Unit.METRE
+    else:
+        with pytest.raises(ToolArgumentError):
+            tool.bind(arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("é", "é"), ({"a": "é", "b": [1, None]}, '{"a": "é", "b": [1, null]}'), (None, "null"), (3, "3"), ([], "[]")],
+)
+async def test_results_are_text(value, text):
+    def give() -> Any:
+        """Give."""
+        return value
+
+    assert await Tool.from_function(give).call({}) == text
+
+
+async def test_models_in_results_are_json():
+    def give() -> list[Point]:
+        """Give."""
+        return [Point(x=1)]
+
+    assert await Tool.from_function(give).call({}) == '[{"x": 1.0, "title": ""}]'
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ValueError("boom"), lambda: SystemExit(3), lambda: KeyError("k"), RecursionError]
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_tool_that_raises_says_what(make, is_async):
+    def plain() -> str:
+        """Raise."""
+        raise make()
+
+    async def waiting() -> str:
+        """Raise."""
+        raise make()
+
+    with pytest.raises(ToolFailed) as caught:
+        await Tool.from_function(waiting if is_async else plain).call({})
+    assert str(caught.value).startswith(f"Error: {type(make()).__name__}")
+
+
+async def test_a_broken_environment_is_passed_on():
+    def broken() -> str:
+        """Break."""
+        raise EnvironmentBroken("the database is gone")
+
+    with pytest.raises(EnvironmentBroken):
+        await Tool.from_function(broken).call({})
+
+
+async def test_a_result_without_json_is_the_tools_failure():
+    def give() -> Any:
+        """Give."""
+        return threading.Lock()
+
+    with pytest.raises(ToolFailed, match="Error: "):
+        await Tool.from_function(give).call({})
+
+
+async def test_tools_of_other_kinds():
+    async def waiting(n: int) -> int:
+        """Wait."""
+        await asyncio.sleep(0)
+        return n + 1
+
+    class Counter:
+        """Count."""
+
+        def __call__(self, n: int) -> int:
+            """Count up."""
+            return n + 2
+
+        def method(self, n: int) -> int:
+            """Count by method."""
+            return n + 3
+
+    assert await Tool.from_function(waiting).call({"n": 1}) == "2"
+    assert await Tool.from_function(Counter(), name="count").call({"n": 1}) == "3"
+    method = Tool.from_function(Counter().method)
+    assert method.name == "method" and await method.call({"n": 1}) == "4"
+    partial = Tool.from_function(functools.partial(search, k=1), name="one")
+    assert await partial.call({"query": "a"}) == '["a"]'
+
+
+async def test_a_slow_plain_tool_times_out_without_blocking_others():
+    def slow() -> str:
+        """Sleep."""
+        time.sleep(0.6)
+        return ""
+
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    started = time.perf_counter()
+    with pytest.raises(ToolFailed, match="timeout"):
+        await Tool.from_function(slow, timeout_s=0.2).call({})
+    ticking.cancel()
+    assert time.perf_counter() - started < 0.5 and ticks > 5

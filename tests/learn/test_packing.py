@@ -1,0 +1,167 @@
+"""A pack gives every row what it gets alone: values and gradients."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upswing.errors import ConfigError
+from upswing.learn.forward import check_trainable, packed_forward
+from upswing.learn.packing import pack
+from upswing.learn.rows import flatten
+
+from .helpers import (
+    VOCAB,
+    assert_same_gradients,
+    gradients,
+    plain_at_loss,
+    random_rows,
+    row,
+    switched,
+    tiny,
+)
+
+
+def packed(model, rows, max_tokens=10_000, temperature=1.0):
+    """[N] log-probs in row order through packs, and the entropies."""
+    size = flatten(rows).num_tokens
+    logprobs, entropy = torch.zeros(size), torch.zeros(size)
+    for one in pack(rows, max_tokens):
+        values, entropies = packed_forward(model, one, temperature)
+        logprobs = logprobs.index_copy(0, one.slot_M, values)
+        entropy = entropy.index_copy(0, one.slot_M, entropies)
+    return logprobs, entropy
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("max_tokens", [60, 120, 10_000])
+def test_packed_rows_equal_rows_alone(kind, max_tokens):
+    """PAD-01, PAD-02: GPT-2's learnt absolute positions would show a wrong position id, which RoPE hides."""
+    rows = random_rows()
+    reference, model = tiny(kind), switched(tiny(kind))
+    weights = torch.linspace(-1, 1, flatten(rows).num_tokens)
+    want, got = plain_at_loss(reference, rows, 0.7), packed(model, rows, max_tokens, 0.7)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(model, (weights * got).sum()), gradients(reference, (weights * want).sum()))
+
+
+def test_prefixes_are_computed_once_at_both_levels():
+    rows = random_rows(groups=3, size=4, prompt=14, system=10)
+    (one,) = pack(rows, 10_000)
+    roots = [s for s in one.segments if s.prefix is None]
+    questions = [s for s in one.segments if s.prefix == 0]
+    assert [(s.start, s.end) for s in roots] == [(0, 10)]
+    assert [s.end - s.start for s in questions] == [14, 15, 16]
+    own = sum(r.loss_positions[-1] - (24 + r.group) for r in rows)
+    assert one.num_tokens == 10 + 14 + 15 + 16 + own
+
+
+def test_nothing_leaks_between_rows():
+    """Changing one row moves no other; changing the shared prefix moves all."""
+    rows = random_rows(groups=2)
+    model = switched(tiny())
+    before = packed(model, rows)[0]
+    changed = list(rows)
+    tokens = rows[2].tokens.copy()
+    tokens[rows[2].loss_positions] = 5
+    changed[2] = row(tokens, rows[2].loss_positions, group=rows[2].group)
+    after = packed(model, changed)[0]
+    of_row = flatten(rows).row_N == 2
+    torch.testing.assert_close(after[~of_row], before[~of_row], rtol=0, atol=1e-6)
+    assert (after[of_row] - before[of_row]).abs().max() > 1e-2
+
+
+def test_first_token_right_after_a_shared_prompt_and_immediate_end():
+    """One trained token after the prompt: its prediction comes from the prefix alone."""
+    prompt = list(range(10, 30))
+    rows = [row([*prompt, 2], [20]), row([*prompt, 7, 2], [20, 21]), row([*prompt, 2], [20])]
+    reference, model = tiny(), switched(tiny())
+    (one,) = pack(rows, 1000)
+    assert one.num_tokens == 21 and len(one.segments) == 2
+    want, got = plain_at_loss(reference, rows), packed(model, rows)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(model, got.sum()), gradients(reference, want.sum()))
+
+
+def test_a_prefix_never_reaches_past_a_first_loss_token():
+    """The second row is trained from position 9 on what the first only reads."""
+    same = list(range(10, 30))
+    rows = [row([*same, 5], [20]), row([*same, 6], range(9, 21))]
+    (one,) = pack(rows, 1000)
+    assert one.segments[0].end == 9
+    torch.testing.assert_close(packed(switched(tiny()), rows)[0], plain_at_loss(tiny(), rows), rtol=0, atol=1e-5)
+
+
+def test_end_token_that_equals_padding_is_a_token_like_any_other():
+    """TOK-03: roles come from positions; an end token inside a tool result is read, and a final one is trained."""
+    rows = [row([10, 11, 2], [0, 1, 2]), row([10, 11, 12, 13, 14], range(5)), row([5, 2, 2, 9, 2, 6], [3, 5])]
+    assert flatten(rows).position_N.tolist() == [1, 2, 1, 2, 3, 4, 3, 5]
+    torch.testing.assert_close(packed(switched(tiny()), rows)[0], plain_at_loss(tiny(), rows), rtol=0, atol=1e-5)
+
+
+def test_no_pair_is_trained_across_a_boundary():
+    """PAD-03: four targets (2, 9, 3, 9), even though B begins with a trained token."""
+    rows = [row([1, 2, 9], [1, 2]), row([1, 3, 9], [0, 1, 2])]
+    (one,) = pack(rows, 100)
+    assert one.target_M.tolist() == [2, 9, 3, 9]
+
+
+def test_every_agent_turn_is_trained_and_nothing_else():
+    """TOK-06, TOK-10: a sparse mask; the result equals the model without the logits shortcut."""
+    tokens = list(range(10, 30))
+    trained = [4, 5, 6, 11, 12, 17, 18, 19]  # three agent turns between user and tool tokens
+    rows = [row(tokens, trained)]
+    (one,) = pack(rows, 100)
+    assert one.target_M.tolist() == [tokens[i] for i in trained]
+    reference, model = tiny("qwen2"), switched(tiny("qwen2"))
+    want, got = plain_at_loss(reference, rows), packed(model, rows)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(model, got.sum()), gradients(reference, want.sum()))
+
+
+def test_rows_without_loss_tokens_take_no_place():
+    rows = [row([1, 2, 3], []), row([4], [0]), row([5, 6], [1])]
+    (one,) = pack(rows, 100)
+    assert one.row_indices == (2,) and one.slot_M.tolist() == [0]
+    assert pack(rows[:2], 100) == []
+
+
+row_specs = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 12), st.integers(0, 2**16)), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(row_specs, st.integers(20, 120))
+def test_layout_holds_for_any_rows(specs, max_tokens):
+    """Each loss token once, predicted at its own position with exactly its own row as context; budget kept."""
+    base = np.random.default_rng(0).integers(3, VOCAB, 60)
+    rows = []
+    for group, common, extra, seed in specs:
+        rng = np.random.default_rng(seed)
+        tokens = np.concatenate([base[:common], rng.integers(3, VOCAB, extra + 1)])
+        rows.append(row(tokens, np.flatnonzero(rng.random(len(tokens)) < 0.3), group=group))
+    flat, seen = flatten(rows), []
+    for one in pack(rows, max_tokens):
+        assert one.num_tokens <= max_tokens or len(one.row_indices) == 1
+        owner = np.repeat(np.arange(len(one.segments)), [s.end - s.start for s in one.segments])
+        for slot, place, target in zip(one.slot_M.tolist(), one.predict_M.tolist(), one.target_M.tolist(), strict=True):
+            tokens, position = rows[flat.row_N[slot]].tokens, int(flat.position_N[slot])
+            segment, end, context = int(owner[place]), place + 1, []
+            while True:
+                context = one.tokens_N[one.segments[segment].start : end].tolist() + context
+                if (parent := one.segments[segment].prefix) is None:
+                    break
+                segment, end = parent, one.segments[parent].end
+            assert context == tokens[:position].tolist() and target == tokens[position]
+            assert int(one.position_ids_N[place]) == position - 1
+            seen.append(slot)
+    assert sorted(seen) == list(range(flat.num_tokens))
+
+
+def test_models_that_would_come_out_wrong_are_refused():
+    model = tiny("qwen2")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ConfigError, match="sliding_attention"):
+        check_trainable(model)

@@ -1,0 +1,145 @@
+"""Whatever a function does, its deadline holds and nothing piles up."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from upswing.verify import deadline
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+
+
+async def forever():
+    await asyncio.Event().wait()
+
+
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+
+
+async def mulish():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except BaseException:
+            continue
+
+
+def spin():
+    while True:
+        pass
+
+
+def make_sleeper():
+    released = threading.Event()
+
+    def sleep():
+        released.wait(30)  # stands for a wait in C that nothing can end
+
+    return sleep, released
+
+
+@pytest.mark.parametrize("function", [forever, stubborn, mulish, spin])
+async def test_the_deadline_holds_and_the_call_is_ended(function):
+    threads = threading.active_count()
+    started = time.perf_counter()
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded):
+            await call_with_deadline(function, {}, 0.1)
+    assert time.perf_counter() - started < 2
+    for _ in range(100):
+        if threading.active_count() <= threads and len(asyncio.all_tasks()) == 1:
+            break
+        await asyncio.sleep(0.02)
+    assert threading.active_count() <= threads and len(asyncio.all_tasks()) == 1
+
+
+async def test_calls_that_can_not_be_ended_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(deadline, "MAX_PER_FUNCTION", 4)
+    sleep, released = make_sleeper()
+    threads = threading.active_count()
+    calls = [call_with_deadline(sleep, {}, 0.1) for _ in range(100)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, DeadlineExceeded) for result in results)
+    assert threading.active_count() - threads <= 4
+    released.set()
+    for _ in range(100):
+        if threading.active_count() <= threads:
+            break
+        await asyncio.sleep(0.02)
+
+    def quick():
+        return 1
+
+    assert await call_with_deadline(quick, {}, 1) == 1
+
+
+async def test_more_calls_than_slots_all_run(monkeypatch):
+    monkeypatch.setattr(deadline, "MAX_PER_FUNCTION", 4)
+
+    def quick(n):
+        time.sleep(0.005)
+        return n
+
+    results = await asyncio.gather(*(call_with_deadline(quick, {"n": n}, 5) for n in range(40)))
+    assert results == list(range(40))
+
+
+async def test_a_function_that_cancels_itself_is_not_the_caller_being_cancelled():
+    async def cancel():
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="cancelled itself"):
+        await call_with_deadline(cancel, {}, 1)
+
+
+async def test_results_errors_and_handed_back_coroutines():
+    async def later():
+        return 3
+
+    def fail():
+        raise LookupError("x")
+
+    assert await call_with_deadline(lambda: later(), {}, 1) == 3
+    with pytest.raises(LookupError):
+        await call_with_deadline(fail, {}, 1)
+
+
+@pytest.mark.parametrize("function", [forever, stubborn, mulish, spin])
+async def test_cancelling_the_caller_ends_the_call(function):
+    threads = threading.active_count()
+    task = asyncio.create_task(call_with_deadline(function, {}, 60))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for _ in range(100):
+        if threading.active_count() <= threads and len(asyncio.all_tasks()) == 1:
+            break
+        await asyncio.sleep(0.02)
+    assert threading.active_count() <= threads and len(asyncio.all_tasks()) == 1
+
+
+def test_a_stuck_tool_does_not_keep_the_process_alive():
+    code = (
+        "import asyncio, time\n"
+        "from upswing.verify.deadline import call_with_deadline, DeadlineExceeded\n"
+        "async def stubborn():\n"
+        "    while True:\n"
+        "        try: await asyncio.sleep(60)\n"
+        "        except asyncio.CancelledError: continue\n"
+        "async def main():\n"
+        "    for f in (lambda: time.sleep(60), stubborn):\n"
+        "        try: await call_with_deadline(f, {}, 0.1)\n"
+        "        except DeadlineExceeded: print('late')\n"
+        "asyncio.run(main())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert result.stdout.split() == ["late", "late"] and result.returncode == 0 and not result.stderr
