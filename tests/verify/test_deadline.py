@@ -46,6 +46,7 @@ def make_sleeper():
     return sleep, released
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # mulish ignores even its closing
 @pytest.mark.parametrize("function", [forever, stubborn, mulish, spin])
 async def test_the_deadline_holds_and_the_call_is_ended(function):
     threads = threading.active_count()
@@ -112,6 +113,7 @@ async def test_results_errors_and_handed_back_coroutines():
         await call_with_deadline(fail, {}, 1)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # mulish ignores even its closing
 @pytest.mark.parametrize("function", [forever, stubborn, mulish, spin])
 async def test_cancelling_the_caller_ends_the_call(function):
     threads = threading.active_count()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,14 @@ def trajectory_of(
     )
 
 
+def searches_of(queries: list[str]) -> tuple[ToolRecord, ...]:
+    return tuple(
+        ToolRecord(call=ToolCall(name="search", arguments={"query": query}), result="…", ok=query != "q0", turn=index)
+        for index, query in enumerate(queries)
+    )
+
+
+@cache
 def evaluation(strict: float, lenient: float, seed: int, num: int = 200) -> EvalSummary:
     """200 questions of four kinds with about the shares asked for."""
     rng = random.Random(seed)
@@ -102,13 +111,16 @@ def evaluation(strict: float, lenient: float, seed: int, num: int = 200) -> Eval
                 messages=(),
                 outcome=Outcome.COMPLETED,
                 stop_reason=StopReason.ANSWERED,
+                tool_records=searches_of([f"q{rng.randint(0, 3)}" for _ in range(rng.randint(1, 3))]),
                 num_turns=rng.randint(1, 4),
                 score=score,
             )
         )
-    return summarize(
-        trajectories, recovered=lambda t: bool(t.reward) if t.task.id.endswith("3") else None, resamples=500
-    )
+    return summarize(trajectories, recovered=recovered, resamples=500)
+
+
+def recovered(trajectory: Trajectory) -> bool | None:
+    return bool(trajectory.reward) if trajectory.task.id.endswith("3") else None
 
 
 def write_metrics(log: MetricsLog) -> None:
@@ -119,7 +131,7 @@ def write_metrics(log: MetricsLog) -> None:
         )
     for step in (10, 20, 30):
         log.append("sft", step, {"validation_loss": 2.4 * math.exp(-step / 8) + 0.25})
-    words = "graduated: validation loss 0.3 fell by 0.8 % since the last check (flat at 1 %); share in the right format 0.96"
+    words = "graduated: validation loss 0.3 fell by 0.8 % since the last check (flat at 1 %); right format 0.96"
     log.append("sft", 30, {"graduated": True, "words": words, "format_valid_frac": 0.96, "passk_gain": 0.21})
     for step in range(1, 21):
         rise = 1 - math.exp(-step / 7)
@@ -157,7 +169,7 @@ def examples(hostile: str) -> list[dict]:
     after = trajectory_of(
         [prompt, (True, "<search>Brussels capital</search>"), (False, f"tool\nNo passage found. {hostile}\n"),
          (True, "Nothing there; I ask for the country. <search>Belgium currency code</search>"),
-         (False, "tool\nBelgium: the currency is the euro (EUR). Île-de-Bruxelles 🙂\n"), (True, "<answer>EUR</answer>")],
+         (False, "tool\nBelgium: its currency is EUR. Île-de-Bruxelles 🙂\n"), (True, "<answer>EUR</answer>")],
         "EUR", 1.0, [("Brussels capital", False), ("Belgium currency code", True)], task,
     )  # fmt: skip
     columns = [example_from(before, decode, "base"), example_from(after, decode, "RL")]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.view.sample import branch_of, decode, trajectory_of
 
 from upswing.trajectory.types import Task
 from upswing.view.charts import MatchRow, Series, line_chart, match_figure, number, ticks
 from upswing.view.curves import points
 from upswing.view.examples import example_from, token_texts
 from upswing.view.html import Html, escape, h
+
+from .sample import branch_of, decode, trajectory_of
 
 
 @given(st.text())
@@ -31,9 +33,11 @@ def test_html_is_not_escaped_twice_and_attributes_follow_their_rules():
 
 
 @given(st.lists(st.integers(0, 255), max_size=40))
-def test_token_texts_join_to_the_whole_text_for_any_bytes(tokens):
-    assert "".join(token_texts(tokens, decode)) == decode(tokens) or b"\xef\xbf\xbd" or True
-    assert len(token_texts(tokens, decode)) == len(tokens)
+def test_bytes_that_are_no_text_still_give_every_token_its_place(tokens):
+    """A model may sample invalid UTF-8: ASCII stays readable and no token is lost."""
+    texts = token_texts(tokens, decode)
+    assert len(texts) == len(tokens)
+    assert [c for c in "".join(texts) if c.isascii()] == [chr(t) for t in tokens if t < 128]
 
 
 @given(st.text())
@@ -77,7 +81,7 @@ def test_ticks_cover_the_range_with_few_round_numbers(low, span):
     assert 2 <= len(found) <= 8
     step = found[1] - found[0]
     assert found[0] <= low + 1e-6 * span and found[-1] >= high - 1e-6 * span
-    assert all(b - a == pytest.approx(step, rel=1e-3) for a, b in zip(found, found[1:], strict=False))
+    assert all(b - a == pytest.approx(step, rel=1e-3) for a, b in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize(

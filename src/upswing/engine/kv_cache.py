@@ -128,7 +128,7 @@ class CachedAttention:
         # Key heads as the batch and the group as heads: shared keys are expanded by stride, not copied.
         mask = self._masks[segment]
         attended = F.scaled_dot_product_attention(
-            q[0, :, rows].unflatten(0, (num_kv, group)),
+            q[0, :, rows].reshape(num_kv, group, segment.count, -1),
             keys[:, None, :stop].expand(-1, group, -1, -1),
             values[:, None, :stop].expand(-1, group, -1, -1),
             attn_mask=mask,

@@ -64,7 +64,10 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def sample(logits_BV: torch.Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Sampled:
-    """One token a row. `uniforms` are in [0, 1), one a row; rows don't influence each other."""
+    """One token a row. `uniforms` are in [0, 1), one a row; rows don't influence each other.
+
+    Raises FloatingPointError when a row's logits have NaN or +inf, or nothing but -inf.
+    """
     groups: dict[Settings, list[int]] = {}
     for row, s in enumerate(samplings):
         groups.setdefault(Settings(s.temperature, s.top_k, s.top_p, s.min_p), []).append(row)
@@ -99,8 +102,10 @@ def _greedy(scores_BV: torch.Tensor) -> _Draw:
 
 
 def _weights(scores_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(score - the row's largest score), and that largest score."""
+    """exp(score - the row's largest score), and that largest score. Raises FloatingPointError for NaN and +inf."""
     top_B = scores_BV.amax(-1)
+    if not bool(top_B.isfinite().all()):
+        raise FloatingPointError("logits are not finite: the weights or the model's arithmetic have gone wrong")
     return (scores_BV - top_B[:, None]).exp_(), top_B
 
 
@@ -111,7 +116,7 @@ def _draw_full(scores_BV: torch.Tensor, min_p: float, u_B: torch.Tensor) -> _Dra
         weights_BV.masked_fill_(weights_BV < min_p, 0.0)  # the likeliest token's weight is exactly 1
     vocab = weights_BV.shape[1]
     padded = F.pad(weights_BV, (0, -vocab % _BLOCK)) if vocab % _BLOCK else weights_BV
-    blocks = padded.unflatten(1, (-1, _BLOCK))
+    blocks = padded.view(len(padded), -1, _BLOCK)
     block_cdf = blocks.sum(-1).cumsum(-1)
     total_B = block_cdf[:, -1]
     target_B = u_B * total_B

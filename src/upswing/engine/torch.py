@@ -116,7 +116,8 @@ class TorchEngine:
         if max_slots < 1 or prefill_chunk < 1:
             raise ValueError(f"max_slots ({max_slots}) and prefill_chunk ({prefill_chunk}) must be at least 1")
         use_upswing_attention(model)
-        self.model = model.eval().requires_grad_(False)
+        model.train(False).requires_grad_(False)
+        self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context or limit
         self.prefill_chunk = prefill_chunk
@@ -149,7 +150,8 @@ class TorchEngine:
         `device` None: a GPU when there is one. `dtype` None: bfloat16 where the device computes in it, else float32.
         """
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        held = copy.deepcopy(model).to(device=chosen, dtype=dtype or compute_dtype(chosen))
+        held: Any = copy.deepcopy(model)
+        held.to(device=chosen, dtype=dtype or compute_dtype(chosen))
         return cls(held, tokenizer=tokenizer, **options)
 
     @property
@@ -175,7 +177,7 @@ class TorchEngine:
         loop = self._bind_loop()
         request = self._new_request(prompt, sampling, session, loop)
         self._requests.add(request)
-        self._inbox.append(lambda: self._waiting.append(request))
+        self._inbox.append(lambda: self._enqueue(request))
         if self._task is None:
             self._task = loop.create_task(self._run())
         try:
@@ -212,6 +214,8 @@ class TorchEngine:
         await self._exclusively(self._reset)
         for request in list(self._requests):
             request.resolve()
+        if self._task is not None:
+            await asyncio.wait([self._task])
         self._cache = _new_cache(self.model)
         self._worker.shutdown(wait=False)
 
@@ -277,12 +281,11 @@ class TorchEngine:
             self._loop = None  # the worker may still be in a step: the next call waits for it and resets
             raise
         except BaseException as error:
-            failed = list(self._requests)
-            self._requests.clear()
             await self._exclusively(self._reset)
-            for request in failed:
+            for request in self._requests:  # those that came in meanwhile too: nobody may wait forever
                 if not request.future.done():
                     request.future.set_exception(error)
+            self._requests.clear()
         finally:
             self._task = None
 
@@ -301,6 +304,10 @@ class TorchEngine:
             if finished:
                 return finished
         return []
+
+    def _enqueue(self, request: _Request) -> None:
+        if not request.future.done():
+            self._waiting.append(request)
 
     def _drop(self, request: _Request) -> None:
         """Forget a cancelled request and free its slot."""
@@ -420,8 +427,6 @@ class TorchEngine:
     def _sample(self, ready: Sequence[_Request], logits_BV: torch.Tensor) -> list[_Request]:
         """Add a token to each ready request; returns those that ended."""
         sampled = sample(logits_BV, [r.sampling for r in ready], [r.rng.random() for r in ready])
-        if any(value != value for value in sampled.logprobs):
-            raise FloatingPointError(f"the model's logits are not finite (policy version {self.version})")
         finished = []
         for row, request in enumerate(ready):
             if request.add(sampled.tokens[row], sampled.logprobs[row], sampled.entropies[row], self.version):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from upswing.trajectory.types import Message, StopReason, Task, ToolRecord
+from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
 
 Expert = Callable[[tuple[Message, ...]], str]
 """A scripted policy for one task: the conversation so far in, the next assistant text out (no end-of-turn token)."""
@@ -69,6 +69,11 @@ class Environment(ABC):
     def state(self) -> Mapping[str, Any]:
         """The final state for verifiers; JSON-serialisable."""
         return {}
+
+    def recovered(self, trajectory: Trajectory) -> bool | None:
+        """Whether the agent got past a failed attempt, such as a search that missed; None when nothing failed, or when
+        the environment can't tell (the default). Read by evaluation only."""
+        return None
 
     def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
         """A stream of tasks of a split (`train`, `dev`, `test`), the same for the same seed. It may be endless."""

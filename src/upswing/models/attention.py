@@ -66,14 +66,14 @@ def attention_forward(
     return causal_attention(query, key, value, scale, dropout).transpose(1, 2), None
 
 
-def padding_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+def padding_mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
     """Mask for a padded batch without a context; None without padding, so that packed forwards build no N x N mask.
 
     Without this, transformers drops `attention_mask` for an unknown attention and padded rows attend to padding.
     """
     if attention_mask is None:
         return None
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(attention_mask=attention_mask, **kwargs)
 
 
 def causal_attention(

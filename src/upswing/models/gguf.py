@@ -17,7 +17,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -47,11 +46,11 @@ def convert_gguf(path: Path, target: Path) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     config.tie_word_embeddings = "output.weight" not in tensors
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.float32)
     _fill(path, model, architecture, tensors)
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.generation_config, name, getattr(config, name))
     model.save_pretrained(target)
     _tokenizer(path, reader, config).save_pretrained(target)
 
@@ -111,6 +110,4 @@ def _set_splitting(backend: Any, rule: str, path: Path) -> None:
         if rule == "qwen2":
             backend.normalizer = normalizers.NFC()
     elif rule not in ("gpt-2", "gpt2", "default", ""):
-        warnings.warn(
-            f"{path}: unknown pre-tokenizer '{rule}'; text may be split otherwise than in training", stacklevel=2
-        )
+        warnings.warn(f"{path}: unknown pre-tokenizer '{rule}'; text may be split differently", stacklevel=2)

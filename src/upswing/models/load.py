@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from upswing.errors import ConfigError, ModelNotFound, did_you_mean
 from upswing.models.attention import NAME
@@ -62,7 +64,8 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {_first_line(error)}") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model '{spec}': can't load {path}: {_first_line(error)}") from error
     _check_supported(model, spec)
@@ -70,7 +73,8 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
     embeddings = model.get_input_embeddings()
     if isinstance(embeddings, torch.nn.Embedding):
         embeddings.padding_idx = None
-    return LoadedModel(model.eval(), tokenizer, path, spec)
+    model.train(False)
+    return LoadedModel(model, tokenizer, path, spec)
 
 
 def resolve_model(spec: str, *, download: bool = True) -> Path:
@@ -149,7 +153,9 @@ def _converted(target: Path, convert: Callable[[Path], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        convert(work)
+        with _no_progress_bars():
+            convert(work)
+        work.chmod(0o755)
         try:
             work.rename(target)
         except OSError:
@@ -220,6 +226,18 @@ def _check_supported(model: PreTrainedModel, spec: str) -> None:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if layers - {"full_attention"} or (not layers and window and window < config.max_position_embeddings):
         raise ConfigError(f"model '{spec}' uses sliding-window attention, which is not supported; use another model")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws bars on stderr while it reads and writes weights; Upswing's own output has no room for them."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:

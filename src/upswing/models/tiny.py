@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from upswing.models.attention import NAME
+from upswing.models.attention import use_upswing_attention
 
 VOCAB_SIZE = 928
 MAX_CONTEXT = 2048
@@ -26,7 +28,7 @@ CHAT_TEMPLATE = (
     " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_WORDS = """
+_WORD_LIST = """
 system user assistant tool search answer think result information question query found nothing error name arguments
 content the of and to in is a an for with on by at from as that this it are was what which who where how many much
 you your must only use then when no not yes or more most less than between each both first second third last
@@ -37,16 +39,16 @@ Italy Poland Japan China India Brazil Canada Mexico Egypt Kenya Paris Berlin Mad
 add plus minus times sum value key list item get set put move left right up down open close go take look room door
 start end step reward task try again retry wrong correct true false none passage document title text about write read
 one two three four five six seven eight nine ten zero official spoken has have does do can will its their there
-""".split()
+"""
 
 
 @lru_cache(maxsize=1)
 def _merges(num_merges: int) -> tuple[tuple[str, str], ...]:
     """Byte-pair merges learned on the word list; ties go to the alphabetically first pair, so always the same."""
-    words = [list(form) for word in dict.fromkeys(_WORDS) for form in (word, "Ġ" + word)]
+    words = [list(form) for word in dict.fromkeys(_WORD_LIST.split()) for form in (word, "Ġ" + word)]
     merges: list[tuple[str, str]] = []
     while len(merges) < num_merges:
-        pairs = Counter(pair for word in words for pair in zip(word, word[1:], strict=False))
+        pairs = Counter(pair for word in words for pair in pairwise(word))
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         for word in words:
@@ -71,7 +73,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in PROTOCOL_TOKENS])
-    tokenizer = PreTrainedTokenizerFast(
+    factory: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = factory(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -97,10 +100,11 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=2,
         pad_token_id=None,
-        attn_implementation=NAME,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
-    return model.to(dtype).eval()
+        model: Any = LlamaForCausalLM(config)
+    use_upswing_attention(model)
+    model.generation_config.pad_token_id = 0
+    held: PreTrainedModel = model.to(dtype).eval()
+    return held

@@ -159,7 +159,7 @@ class RlStage(Section):
     clip_high: Positive = Field(default=0.28, description="The probability ratio is clipped above 1 + clip_high.")
     dual_clip: Float | None = Field(
         default=3.0,
-        description="Bound on the loss of a bad sample that grew likely, in advantages; more than 1; null: none.",
+        description="Bound on the loss of a bad sample that grew likely; above 1 + clip_high; null: none.",
     )
     normalize_std: Bool = Field(
         default=True, description="Divide advantages by the group's standard deviation (grpo: true, dr_grpo: false)."
@@ -253,14 +253,14 @@ class RlStage(Section):
 
 
 class EvalStage(Section):
-    """Measure checkpoints on the same questions, with a paired test between each two."""
+    """Measure checkpoints on the same questions, each with a paired test against the one before it."""
 
     stage: Literal["eval"] = Field(default="eval", description="Kind of stage.")
     name: Text = Field(default="eval", description="Name of the stage: its folder.")
     of: tuple[Text, ...] = Field(
         default=("previous",),
         min_length=1,
-        description="What is measured: previous, base or names of earlier stages; each is compared with the others.",
+        description="What is measured: previous, base or earlier stages; each is compared with the one before it.",
     )
     split: Split = Field(default="dev", description="Split of the tasks: train, dev or test.")
     tasks: Count = Field(default=200, description="Number of tasks.")

@@ -169,6 +169,11 @@ async def _turns(
         mark = time.perf_counter()
         message = await speaker.speak(conversation, progress.turns)
         progress.engine_s += time.perf_counter() - mark
+        if message is None and progress.turns == 0:
+            raise ValueError(
+                f"the task's prompt has {conversation.num_tokens} tokens, limits.context_tokens is "
+                f"{limits.context_tokens}; raise it, or leave the task out"
+            )
         if message is None:
             progress.stop_reason = StopReason.CONTEXT_OVERFLOW
             return

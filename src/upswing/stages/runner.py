@@ -137,7 +137,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         store=TrajectoryStore(out / "trajectories"),
         metrics=MetricsLog(out),
         state=RunState.open(out),
-        recovered=getattr(world.make_env(), "recovered", None),
+        recovered=world.make_env().recovered,
         compute_dtype=compute_dtype(recipe.learner.dtype),
     )
 

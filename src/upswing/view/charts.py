@@ -115,10 +115,10 @@ def _axes(frame: _Frame, x_label: str, y_label: str, whole_x: bool) -> Html:
         if frame.y_low - 1e-9 <= value <= frame.y_high + 1e-9:
             y = frame.y(value)
             parts.append(h("line", x1=LEFT, x2=right, y1=y, y2=y, class_="grid"))
-            parts.append(h("text", number(value), x=LEFT - 6, y=y + 3.5, class_="tick end"))
+            parts.append(h("text", f"{value:,.6g}", x=LEFT - 6, y=y + 3.5, class_="tick end"))
     for value in ticks(frame.x_low, frame.x_high, most=6):
         if frame.x_low <= value <= frame.x_high and (not whole_x or value.is_integer()):
-            parts.append(h("text", number(value), x=frame.x(value), y=bottom + 15, class_="tick mid"))
+            parts.append(h("text", f"{value:,.6g}", x=frame.x(value), y=bottom + 15, class_="tick mid"))
     parts.append(h("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
     parts.append(h("text", x_label, x=(LEFT + right) / 2, y=HEIGHT - 6, class_="label mid"))
     middle = (TOP + bottom) / 2

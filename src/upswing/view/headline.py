@@ -51,7 +51,7 @@ def _group(key: tuple[str, str, str], entries: Sequence[Entry], first: bool) -> 
     figure = _figure(entries)
     parts = [
         h("div", *(_tile(entry) for entry in entries), class_="tiles") if first else None,
-        h("div", h("h3", name or "Evaluation"), _table(entries), class_="card"),
+        h("div", h("h3", name or "Evaluation"), _score_table(entries), _cost_table(entries), class_="card"),
         figure if figure else None,
         _by_tag(entries),
     ]
@@ -60,7 +60,7 @@ def _group(key: tuple[str, str, str], entries: Sequence[Entry], first: bool) -> 
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}%"
+    return "–" if value is None else f"{100 * value:.1f}\u00a0%"
 
 
 def _interval(found: Mapping[str, Any] | None) -> Html:
@@ -79,10 +79,12 @@ def _tile(entry: Entry) -> Html:
     if paired and paired.get("diff") is not None:
         points = 100 * paired["diff"]
         text = f"{points:+.1f} points vs {paired.get('against') or 'previous'}, p {_p(paired.get('p'))}"
-        change = h("p", text, class_="up" if points > 0 else "down" if points < 0 else "muted")
-    spread = (
-        "" if found is None else f"95% interval {100 * found['low']:.1f} – {100 * found['high']:.1f}, n = {found['n']}"
-    )
+        clear = paired.get("p") is not None and paired["p"] < 0.05  # colour only what is more than noise
+        change = h("p", text, class_="muted" if not clear else "up" if points > 0 else "down")
+    spread = ""
+    if found is not None:
+        spread = f"95\u00a0% interval {100 * found['low']:.1f} – {100 * found['high']:.1f}"
+        title = f"{title}, n = {found['n']}"
     return h(
         "div",
         h("span", entry.get("label", "?"), class_="name"),
@@ -98,34 +100,17 @@ def _p(p: float | None) -> str:
     return "–" if p is None else "< 0.001" if p < 0.001 else f"= {p:.3f}"
 
 
-def _table(entries: Sequence[Entry]) -> Html:
+def _score_table(entries: Sequence[Entry]) -> Html:
     names = list(dict.fromkeys(name for entry in entries for name in entry.get("summary", {}).get("components", {})))
-    columns = [
-        "",
-        "n",
-        *(NAMES.get(name, name.replace("_", " ")) for name in names),
-        "reward",
-        "turns",
-        "calls",
-        "invalid calls",
-    ]
-    columns += ["tokens", "truncated", "recovered", "errored", "vs previous"]
-    return table(columns, (_row(entry, names) for entry in entries), "95% bootstrap intervals below each share.")
+    columns = ["", "n", *(NAMES.get(name, name.replace("_", " ")) for name in names), "reward", "vs previous"]
+    return table(columns, (_score_row(entry, names) for entry in entries), "Scores, with 95 % bootstrap intervals")
 
 
-def _row(entry: Entry, names: Sequence[str]) -> list[Any]:
+def _score_row(entry: Entry, names: Sequence[str]) -> list[Any]:
     summary = entry.get("summary", {})
-    components, costs = summary.get("components", {}), summary.get("costs", {})
-
-    def cost(name: str) -> str:
-        return number((costs.get(name) or {}).get("mean"))
-
-    recovery = summary.get("recovery") or {}
-    recovered = "–"
-    if recovery.get("n"):
-        recovered = join([_share(recovery["mean"]), h("small", f"of {recovery['n']}")])
+    components = summary.get("components", {})
     paired = entry.get("paired") or {}
-    against = "–"
+    against: Any = "–"
     if paired.get("diff") is not None:
         text = f"{100 * paired['diff']:+.1f} [{100 * paired['low']:.1f}, {100 * paired['high']:.1f}]"
         against = join([text, h("small", f"vs {paired.get('against') or 'previous'}, p {_p(paired.get('p'))}")])
@@ -134,14 +119,32 @@ def _row(entry: Entry, names: Sequence[str]) -> list[Any]:
         summary.get("num_counted", "–"),
         *(_interval(components.get(name)) for name in names),
         _interval(summary.get("reward")),
-        cost("turns"),
-        cost("tool_calls"),
+        against,
+    ]
+
+
+def _cost_table(entries: Sequence[Entry]) -> Html:
+    columns = ["", "turns", "tool calls", "invalid", "repeated", "sampled tokens", "truncated", "recovered", "errored"]
+    return table(columns, (_cost_row(entry) for entry in entries), "Behaviour, means of a trajectory")
+
+
+def _cost_row(entry: Entry) -> list[Any]:
+    summary = entry.get("summary", {})
+    costs, recovery = summary.get("costs", {}), summary.get("recovery") or {}
+    recovered: Any = "–"
+    if recovery.get("n"):
+        recovered = join([_share(recovery["mean"]), h("small", f"of {recovery['n']}")])
+    means = [number((costs.get(name) or {}).get("mean")) for name in ("turns", "tool_calls", "sampled_tokens")]
+    return [
+        entry.get("label", "?"),
+        means[0],
+        means[1],
         _share(summary.get("invalid_call_frac")),
-        cost("sampled_tokens"),
+        _share(summary.get("duplicate_call_frac")),
+        means[2],
         _share(summary.get("truncated_frac")),
         recovered,
         summary.get("outcomes", {}).get("errored", 0),
-        against,
     ]
 
 

@@ -128,8 +128,9 @@ class Index:
         import bm25s
 
         self.passages = passages
-        self._bm25 = bm25s.BM25(k1=1.2, b=0.6)
-        self._bm25.index([tokenize(p.line) for p in passages], show_progress=False)
+        # A title counts twice, as in most search engines; passages differ little in length, so length counts little.
+        self._bm25 = bm25s.BM25(k1=0.8, b=0.3)
+        self._bm25.index([tokenize(p.title) * 2 + tokenize(p.text) for p in passages], show_progress=False)
         self._search = functools.lru_cache(maxsize=50_000)(self._search_uncached)
 
     def search(self, query: str, k: int) -> tuple[Passage, ...]:

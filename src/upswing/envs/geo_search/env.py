@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
+from upswing.envs.geo_search.check import recovered
 from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.expert import Plan, ScriptedExpert
 from upswing.envs.geo_search.facts import SPLITS, require_packages
 from upswing.envs.geo_search.names import stable_hash
 from upswing.envs.geo_search.pools import KINDS, SYSTEM, draws
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
+from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord, Trajectory
 
 NO_RESULTS = "No results."
 INVALID = "Invalid. End with one <search>words</search> or one <answer>text</answer>."
@@ -134,6 +135,10 @@ class GeoSearch(Environment):
     def state(self) -> Mapping[str, Any]:
         """`num_searches`, `num_invalid` and the queries."""
         return {"num_searches": len(self._queries), "num_invalid": self._invalid, "queries": list(self._queries)}
+
+    def recovered(self, trajectory: Trajectory) -> bool | None:
+        """See `check.recovered`: found everything after a search had missed; None when none missed."""
+        return recovered(trajectory.tool_records, trajectory.task, self.world)
 
     def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
         """Endless tasks of a split, kinds mixed by weight. Within a kind none repeats until all have come.

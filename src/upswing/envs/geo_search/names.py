@@ -12,12 +12,13 @@ def words(text: str, separator: str | None = None) -> frozenset[str]:
     return frozenset(text.split(separator))
 
 
-_LETTERS: dict[str, str | int | None] = (
+_LETTERS = (
     {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i", "ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe"}
     | {"ə": "a", "Ə": "A", "ð": "d", "þ": "th", "ħ": "h", "ŋ": "n"}
     | {"’": "'", "‘": "'", "ʼ": "'", "ʻ": "'", "ʿ": "'", "ʾ": "'", "`": "'", "–": "-", "‑": "-"}
 )
-_SPECIAL = str.maketrans(_LETTERS)
+_APOSTROPHES = str.maketrans("’‘ʼ", "'''")
+_SPECIAL = {ord(letter): plain for letter, plain in _LETTERS.items()}
 _TOKEN = re.compile(r"\d{1,3}(?:,\d{3})+|[a-z0-9]+")
 _STOP = words(
     "the of is a an in what which who how many much does do did it its and to that has have was by for on with are "
@@ -47,7 +48,7 @@ def fold(text: str) -> str:
 
 def display(name: str) -> str:
     """How a name is written in passages and questions: Latin-1 accents stay, rarer letters become ASCII."""
-    name = " ".join(name.translate(str.maketrans({"’": "'", "‘": "'", "ʼ": "'"})).split())
+    name = " ".join(name.translate(_APOSTROPHES).split())
     try:
         name.encode("latin-1")
         return name

@@ -200,7 +200,6 @@ def _distractor(p: Places) -> dict[str, list[Spec]]:
         "vague": [
             ("attribute_of", ("name", c.iso, a, "vague")) for c in p.countries for a in p.attributes(c) if a in VAGUE
         ],
-        "vague_city": [("city_fact", (r, c.id, "vague")) for c in p.cities for r in ("country", "city_population")],
     }
 
 
@@ -271,12 +270,15 @@ def make_task(
 
 
 def fair(world: World, kind: str, draft: Draft, max_searches: int = 4) -> bool:
-    """True when at most `max_searches` good queries at k=1 lead to the gold answer, the question doesn't hold it, and its trap is real."""
+    """Is the question fair, and its trap real?
+
+    At most `max_searches` good queries at k=1 must lead to the gold answer, and the question must not hold it.
+    """
     if not draft.gold:
         return False
-    words = f" {fold(draft.question)} "
+    asked = f" {fold(draft.question)} "
     choice = draft.final["op"] in ("max", "north")
-    if not choice and any(f" {fold(answer)}" in words for answer in draft.gold if not answer.isdigit()):
+    if not choice and any(f" {fold(answer)}" in asked for answer in draft.gold if not answer.isdigit()):
         return False
     answer, _ = solve(Plan(steps=draft.plan, final=draft.final), lambda q: lines(world, q, 1), max_searches)
     if answer not in draft.gold:

@@ -13,7 +13,7 @@ from typing import Any
 
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.facts import City, Country
-from upswing.envs.geo_search.names import ascii_text, forms, join_names, number, with_the
+from upswing.envs.geo_search.names import forms, join_names, number, with_the
 
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "capital": ("What is the capital of {x}?", "Which city is the capital of {x}?"),
@@ -31,8 +31,6 @@ VAGUE: Mapping[str, tuple[str, ...]] = {
     "area": ("How big is {x}, in square kilometres?", "How large is the territory of {x}?"),
     "calling_code": ("Which prefix do you dial to phone {x}?", "What do you dial before a number in {x}?"),
     "capital": ("Which city does {x} have as its seat of state?", "What is the main city of state of {x}?"),
-    "country": ("To which nation does {x} belong?", "What nation would you visit to see {x}?"),
-    "city_population": ("How many inhabitants does {x} have?", "How many people live in {x}?"),
 }
 """Wordings that avoid the passages' own words, so that the question itself makes a poor query."""
 
@@ -250,19 +248,18 @@ def country_by(world: World, ids: Ids, rng: random.Random) -> Draft:
 
 
 def city_fact(world: World, ids: Ids, rng: random.Random) -> Draft:
-    """(relation, city id[, 'vague']): country, subdivision or population of a city, homonyms named with a qualifier."""
-    relation, key = ids[:2]
+    """(relation, city id): country, subdivision or population of a city, homonyms named with a qualifier."""
+    relation, key = ids
     city = world.facts.cities[key]
     country = world.facts.countries[city.country]
     name = city.name if city.qualifier is None else f"{city.name} in {with_the(city.qualifier)}"
     entities = [city_id(city)]
     if city.qualifier is not None:
         entities += [country_id(country) if city.qualifier == country.name else f"subdivision:{city.subdivision_id}"]
+    texts: tuple[str, ...]
     if relation == "country":
-        gold, texts = (
-            forms(country.name, with_the(country.name)),
-            ("In which country is {x}?", "Which country is {x} in?"),
-        )
+        gold = forms(country.name, with_the(country.name))
+        texts = ("In which country is {x}?", "Which country is {x} in?")
         entities += [country_id(country)]
     elif relation == "subdivision":
         gold = forms(city.subdivision or "")
@@ -271,8 +268,6 @@ def city_fact(world: World, ids: Ids, rng: random.Random) -> Draft:
     else:
         gold = number_forms(city.population)
         texts = ("What is the population of {x}?", "How large is the population of {x}?")
-    if ids[2:] == ("vague",):
-        texts = VAGUE[relation]
     topic = "population" if relation == "city_population" else "country"
     step = hop(relation, city.name, f"city/{city.id}/{topic}", qualifier=city.qualifier)
     if relation == "country":
@@ -434,8 +429,3 @@ FORMS: Mapping[str, Form] = {
         count_in_country,
     )
 }
-
-
-def plain_key(text: str) -> str:
-    """ASCII and lower case, for looking a gold answer up in a passage."""
-    return ascii_text(text).lower()

@@ -1,0 +1,85 @@
+"""`upswing play`: a person plays, here through standard input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from upswing.cli.main import app
+
+
+def play(recipe: Path, typed: str, *args: str) -> Result:
+    return CliRunner().invoke(app, ["play", str(recipe), *args], input=typed)
+
+
+def test_the_question_the_tool_result_and_the_reward_are_shown(echo: Path):
+    result = play(echo, "look\nlima-0-0\n")
+    assert result.exit_code == 0, result.output
+    shown = result.stdout
+    assert shown.index("Say lima-0-0.") < shown.index("you> look") < shown.index("[look]\nlima-0-0")
+    assert "reward   1.5" in shown  # exact_match 1 + 0.5 * f1 1
+    assert "exact_match: 1  (weight 1)" in shown and "f1: 1  (weight 0.5)" in shown
+    assert "accepted lima-0-0" in shown and "after 2 turns, 1 tool calls" in shown
+
+
+def test_a_wrong_answer_is_worth_what_the_rubric_says(echo: Path):
+    result = play(echo, "lima-0-1\n")
+    assert "reward   0\n" in result.stdout and "answer   lima-0-1" in result.stdout
+
+
+def test_split_seed_index_and_overrides_choose_the_task(echo: Path):
+    shown = play(echo, "x\n", "--split", "dev", "--seed", "4", "--task-index", "1", "env.args.word=oslo").stdout
+    assert "Say oslo-4-1." in shown
+
+
+def test_the_expert_can_take_turns(echo: Path):
+    shown = play(echo, "/expert\n/expert\n").stdout
+    assert "expert> look" in shown and "expert> lima-0-0" in shown and "reward   1.5" in shown
+
+
+def test_the_expert_may_be_absent(echo: Path):
+    result = play(echo, "/expert\nlima-0-0\n", "env.args.has_expert=false")
+    assert "no expert" in result.stdout and "reward   1.5" in result.stdout
+
+
+def test_a_turn_may_have_several_lines(echo: Path):
+    assert "answer   lima\n0" in play(echo, "lima\\\n0\n").stdout
+
+
+@pytest.mark.parametrize("typed", ["", "look\n", "/quit\n", "\n\n"])
+def test_the_end_of_the_input_stops_cleanly(echo: Path, typed: str):
+    result = play(echo, typed)
+    assert result.exit_code == 0
+    assert "Stopped before the end: nothing is scored." in result.stdout and "reward" not in result.stdout
+
+
+def test_ctrl_c_stops_cleanly(echo: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt() -> str | None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("upswing.cli.play.ask_terminal", interrupt)
+    result = play(echo, "")
+    assert result.exit_code == 130 and "nothing is scored" in result.stdout
+
+
+def test_a_broken_environment_is_no_reward(echo: Path):
+    result = play(echo, "look\n", "env.args.broken=true")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the environment broke (OSError: the disk is gone)")
+    assert "reward" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--task-index", "9"], "fewer train tasks"),
+        (["--split", "tset"], "allowed: train, dev, test"),
+        (["env.args.wrod=x"], "did you mean 'word'?"),
+        (["env=echo_env.py:Taskless"], "dataset"),
+    ],
+)
+def test_bad_input_is_one_line(echo: Path, args: list[str], words: str):
+    result = play(echo, "", *args)
+    assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1

@@ -1,0 +1,75 @@
+"""Which slot a request gets, and from which prefix it starts."""
+
+import numpy as np
+
+from upswing.engine.slots import SlotTable, common_prefix
+
+
+def seq(*parts: range | list[int]) -> np.ndarray:
+    return np.array([token for part in parts for token in part], np.int32)
+
+
+def fill(table: SlotTable, tokens: np.ndarray, session: str | None) -> int:
+    placed = table.place(tokens, session)
+    assert placed is not None
+    placed.slot.extend(tokens[placed.kept :])
+    return placed.slot.index
+
+
+def test_common_prefix() -> None:
+    assert common_prefix(seq([1, 2, 3]), seq([1, 2, 4])) == 2
+    assert common_prefix(seq([1, 2]), seq([1, 2, 4])) == 2
+    assert common_prefix(seq([]), seq([1])) == 0
+    assert common_prefix(seq([2]), seq([1])) == 0
+
+
+def test_copies_from_a_busy_slot_and_leaves_the_last_token() -> None:
+    table = SlotTable(4)
+    fill(table, seq(range(30)), "a")
+    placed = table.place(seq(range(30)), "b")
+    assert placed is not None and placed.source is table.slots[0]
+    assert (placed.slot.index, placed.kept, placed.shared) == (1, 0, 29)
+
+
+def test_a_free_slot_with_the_prefix_is_used_in_place() -> None:
+    table = SlotTable(4)
+    for start in (100, 0, 200):
+        fill(table, seq(range(start, start + 30)), None)
+    table.done(table.slots[0], keep_for=None)
+    table.done(table.slots[1], keep_for=None)
+    placed = table.place(seq(range(20), [7]), None)
+    assert placed is not None
+    assert (placed.slot.index, placed.kept, placed.source) == (1, 20, None)
+    assert placed.slot.length == 20
+
+
+def test_short_prefixes_are_not_copied() -> None:
+    table = SlotTable(4)
+    fill(table, seq(range(30)), "a")
+    placed = table.place(seq(range(5), range(100, 120)), "b")
+    assert placed is not None and placed.source is None and placed.shared == 0
+
+
+def test_own_slot_is_topped_up_from_a_better_prefix() -> None:
+    table = SlotTable(4)
+    fill(table, seq(range(10), range(50, 60)), "a")
+    table.done(table.slots[0], keep_for="a")
+    fill(table, seq(range(40)), "b")
+    placed = table.place(seq(range(35)), "a")
+    assert placed is not None and placed.source is table.slots[1]
+    assert (placed.slot.index, placed.kept, placed.shared) == (0, 10, 34)
+
+
+def test_the_session_idle_longest_is_evicted_and_busy_ones_never() -> None:
+    table = SlotTable(3)
+    for i in range(3):
+        fill(table, seq(range(i * 100, i * 100 + 20)), f"s{i}")
+    assert not table.has_room() and table.place(seq([1]), None) is None
+    table.done(table.slots[2], keep_for="s2")
+    table.done(table.slots[1], keep_for="s1")
+    placed = table.place(seq(range(900, 920)), "new")
+    assert placed is not None and placed.slot.index == 2 and placed.slot.session == "new"
+    assert table.evictions == 1
+    table.release("s1")
+    assert fill(table, seq([5, 6]), None) == 1
+    assert table.evictions == 1

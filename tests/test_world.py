@@ -1,0 +1,132 @@
+"""From a recipe to environment, rubric and tasks, with everything checked that can be checked without a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from upswing.errors import ConfigError
+from upswing.recipe import load_recipe
+from upswing.world import World, build_world, preflight
+
+NO_SFT = "stages=[{stage: rl, steps: 2}]"
+
+
+def rows(path: Path, count: int, start: int = 0, **extra: Any) -> str:
+    lines = [{"prompt": f"q{i}", "answer": f"a{i}", **extra} for i in range(start, start + count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path.name
+
+
+def world(recipe: Path, *overrides: str) -> World:
+    return preflight(load_recipe(recipe, overrides))
+
+
+def refusal(recipe: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        world(recipe, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def prompts(made: World, split: str, seed: int, count: int) -> list[str]:
+    return [task.messages[0].content for task in islice(made.tasks(split, seed), count)]
+
+
+def test_an_environment_of_the_users_own_plays_and_scores(echo: Path):
+    made = world(echo)
+    assert prompts(made, "train", 3, 5) == ["Say lima-3-0.", "Say lima-3-1.", "Say lima-3-2."]
+    assert made.make_env() is not made.make_env()
+    assert world(echo, "env.args.word=oslo").make_env().word == "oslo"  # type: ignore[attr-defined]
+
+
+def test_unshuffled_rows_come_in_order_pass_after_pass(echo: Path):
+    train = rows(echo.parent / "train.jsonl", 4)
+    dev = rows(echo.parent / "dev.jsonl", 2, start=10)
+    made = world(echo, f"dataset={{train: {train}, dev: {dev}, shuffle: false}}")
+    assert prompts(made, "train", 5, 6) == ["q0", "q1", "q2", "q3", "q0", "q1"]
+    assert prompts(made, "dev", 5, 9) == ["q10", "q11"]
+
+
+def test_shuffled_rows_are_a_permutation_each_pass_and_follow_the_seed(echo: Path):
+    rows(echo.parent / "train.jsonl", 20)
+    made = build_world(load_recipe(echo, ["dataset=train.jsonl"]))
+    first, again, other = prompts(made, "train", 1, 40), prompts(made, "train", 1, 40), prompts(made, "train", 2, 40)
+    assert first == again != other
+    assert sorted(first[:20]) == sorted(first[20:]) == sorted(f"q{i}" for i in range(20))
+    assert first[:20] != first[20:]
+
+
+def test_other_columns_stay_with_their_row(echo: Path):
+    text = [{"prompt": f"q{i}", "answer": f"a{i}", "level": i} for i in range(4)]
+    (echo.parent / "t.jsonl").write_text("\n".join(map(json.dumps, text)))
+    made = build_world(load_recipe(echo, ["dataset=t.jsonl"]))
+    for task in islice(made.tasks("train", 0), 8):
+        assert task.messages[0].content == f"q{task.data['level']}" and task.gold == (f"a{task.data['level']}",)
+
+
+def test_a_row_without_an_answer_is_named_by_file_and_line(echo: Path):
+    (echo.parent / "t.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "anser": "d"}\n')
+    message = refusal(echo, "dataset=t.jsonl", NO_SFT, "stages.0.eval_every=0")
+    assert "t.jsonl:2" in message and "answer" in message
+    assert world(echo, "dataset={train: t.jsonl, answer_required: false}", NO_SFT, "stages.0.eval_every=0")
+
+
+def test_clashing_columns_are_refused(echo: Path):
+    rows(echo.parent / "t.jsonl", 2, completions="x")
+    assert "'completions'" in refusal(echo, "dataset=t.jsonl")
+
+
+def test_a_question_in_two_splits_is_refused(echo: Path):
+    rows(echo.parent / "a.jsonl", 4)
+    rows(echo.parent / "b.jsonl", 4, start=3)
+    assert "same problem" in refusal(echo, "dataset={train: a.jsonl, dev: b.jsonl}")
+
+
+def test_splits_that_a_stage_needs_must_have_tasks(echo: Path):
+    rows(echo.parent / "t.jsonl", 4)
+    assert "no dev rows; set dataset.dev" in refusal(echo, "dataset=t.jsonl", NO_SFT)
+    assert world(echo, "dataset=t.jsonl", NO_SFT, "stages.0.eval_every=0")
+    evaluation = "stages=[{stage: rl, steps: 2}, {stage: eval, split: test}]"
+    assert "stages.1: environment 'echo_env.py:Echo' has no test tasks" in refusal(echo, evaluation)
+
+
+def test_an_environment_without_tasks_asks_for_a_dataset(echo: Path):
+    assert "dataset.train" in refusal(echo, "env=echo_env.py:Taskless")
+
+
+def test_sft_needs_an_expert(echo: Path):
+    message = refusal(echo, "env.args.has_expert=false")
+    assert "stages.0: sft needs demonstrations" in message and "expert(task, rng)" in message
+    assert world(echo, "env.args.has_expert=false", NO_SFT)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("env=geo_serch", "did you mean 'geo_search'?"),
+        ("env.args.wrod=x", "did you mean 'word'?"),
+        ("env=echo_env.py:Ecko", "did you mean 'Echo'?"),
+        ("env=json:dumps", "must be a subclass"),
+        ("verifiers=[exact_mach]", "did you mean 'exact_match'?"),
+        ("verifiers=[check.py:strict]", "anser"),
+    ],
+)
+def test_wrong_names_are_refused_before_a_model_is_needed(echo: Path, override: str, words: str):
+    (echo.parent / "check.py").write_text("def strict(anser, gold):\n    return 1.0\n")
+    assert words in refusal(echo, override)
+
+
+def test_no_torch_is_needed_to_check_a_recipe(echo: Path):
+    code = (
+        "import sys; from upswing.recipe import load_recipe; from upswing.world import preflight;"
+        "preflight(load_recipe(sys.argv[1])); print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, echo], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
