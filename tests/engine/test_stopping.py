@@ -23,9 +23,7 @@ def stops_after(tokens: list[int], **settings: object) -> tuple[int, FinishReaso
 
 
 @pytest.mark.parametrize("stop", ["</search>", "</sea", "ch>", "city</search", "é", "日本", " 12", "1\n"])
-@pytest.mark.parametrize(
-    "text", ["<search>capital city</search>\nabc", "the é 日本 of 12\n</sea", "x" * 50 + "日本日本"]
-)
+@pytest.mark.parametrize("text", ["<search>capital city</search>\nabc", "the é 日本 of 12\n</sea", "x" * 50 + "日本"])
 def test_stops_at_the_first_token_whose_text_has_it(stop: str, text: str) -> None:
     tokens = ids(text)
     seen = (count for count in range(1, len(tokens) + 1) if stop in TOKENIZER.decode(tokens[:count]))

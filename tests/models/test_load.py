@@ -1,10 +1,12 @@
 """Names of models, what they resolve to, and what a wrong one gets."""
 
 import hashlib
+import json
 import subprocess
 import zipfile
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -149,8 +151,6 @@ def permuted(weight: torch.Tensor, heads: int) -> np.ndarray:
 
 def write_gguf(path: Path, architecture: str = "llama", skip: str = "") -> None:
     """The tiny model as a GGUF file with float32 tensors."""
-    import gguf
-
     model, tokenizer = tiny_model(), tiny_tokenizer()
     config = model.config
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -165,8 +165,6 @@ def write_gguf(path: Path, architecture: str = "llama", skip: str = "") -> None:
     writer.add_vocab_size(config.vocab_size)
     backend = tokenizer.backend_tokenizer
     pieces = [backend.id_to_token(i) for i in range(len(tokenizer))]
-    import json
-
     merges = json.loads(backend.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")

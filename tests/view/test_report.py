@@ -105,7 +105,7 @@ def test_headline_shows_the_shares_intervals_and_the_test(page):
         "normalised match",
         "F1",
         "points vs SFT",
-        "p < 0.001",
+        "p\u00a0<\u00a00.001",
     ):
         assert piece in page.text, piece
     assert re.search(r"strict match, n = 20095.% interval \d+\.\d – \d+\.\d", page.text)

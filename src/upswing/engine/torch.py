@@ -30,6 +30,7 @@ from upswing.engine.sampler import check_sampling, sample
 from upswing.engine.slots import MIN_SHARED, Slot, SlotTable, common_prefix
 from upswing.engine.stopping import StopChecker
 from upswing.engine.weights import compute_dtype, load_weights
+from upswing.errors import ConfigError
 from upswing.models.attention import use_upswing_attention
 from upswing.trajectory.types import Int32T
 
@@ -112,9 +113,9 @@ class TorchEngine:
     ) -> None:
         limit = int(model.config.max_position_embeddings)
         if max_context is not None and not 2 <= max_context <= limit:
-            raise ValueError(f"max_context is {max_context}; allowed: 2 to {limit}, what the model was made for")
+            raise ConfigError(f"max_context is {max_context}; allowed: 2 to {limit}, what the model was made for")
         if max_slots < 1 or prefill_chunk < 1:
-            raise ValueError(f"max_slots ({max_slots}) and prefill_chunk ({prefill_chunk}) must be at least 1")
+            raise ConfigError(f"max_slots ({max_slots}) and prefill_chunk ({prefill_chunk}) must be at least 1")
         use_upswing_attention(model)
         model.train(False).requires_grad_(False)
         self.model = model

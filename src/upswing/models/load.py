@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -230,14 +231,15 @@ def _check_supported(model: PreTrainedModel, spec: str) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers draws bars on stderr while it reads and writes weights; Upswing's own output has no room for them."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    """transformers draws bars on stderr while it reads and writes weights; Upswing has progress output of its own."""
+    bars: Any = transformers_logging
+    enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if enabled:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from upswing.view.html import Html, h, join, table
 
 WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
 MAX_TABLE_ROWS = 200
 
 Point = tuple[float, float | None]

@@ -106,7 +106,7 @@ def _stage(name: str, rows: Sequence[Row]) -> Html:
     figures = [figure for figure in figures if figure]
     if not figures and not others:
         return Html("")
-    folded = h("summary", f"{len(others)} more signals of {name}")
+    folded = h("summary", f"More signals of {name} ({len(others)})")
     more = h("details", folded, h("div", *others, class_="grid2"), class_="more") if others else None
     return h("div", h("h3", f"Stage {name}"), h("div", *figures, class_="grid2"), more, class_="stage")
 

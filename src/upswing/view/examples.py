@@ -23,6 +23,7 @@ from typing import Any
 
 from upswing.trajectory.types import Branch, Trajectory
 from upswing.view.charts import number
+from upswing.view.headline import readable
 from upswing.view.html import Html, h, join
 from upswing.view.run_folder import EXAMPLES, json_safe, replace_file
 
@@ -134,7 +135,7 @@ def _column(item: Mapping[str, Any]) -> Html:
         class_="row",
     )
     components = item.get("components") or {}
-    scores = "  ·  ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in components.items())
+    scores = "  ·  ".join(f"{readable(name)} {number(value)}" for name, value in components.items())
     branches = item.get("branches") or []
     streams = [_stream(tokens, index, len(branches), item) for index, tokens in enumerate(branches)]
     return h(
@@ -155,7 +156,7 @@ def _calls(records: Sequence[Mapping[str, Any]]) -> Html | None:
     for record in records:
         arguments = record.get("arguments") or {}
         text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
-        failed = None if record.get("ok", True) else h("span", "refused", class_="chip bad")
+        failed = None if record.get("ok", True) else h("span", "failed", class_="chip bad")
         rows.append(h("li", h("code", f"{record.get('name', 'tool')}({text})"), " ", failed))
     return h("ol", *rows, class_="calls")
 

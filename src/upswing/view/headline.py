@@ -14,7 +14,13 @@ from upswing.view.html import Html, escape, h, join, table
 STRICT = ("strict_match",)
 LENIENT = ("exact_match", "normalised_match")
 """Names a component may have, first found first. `exact_match` is that of SQuAD: normalised before comparing."""
-NAMES = {"exact_match": "normalised match", "f1": "F1", "format": "format valid"}
+
+
+def readable(name: str) -> str:
+    """A component's name as a person reads it."""
+    known = {"exact_match": "normalised match", "f1": "F1", "format": "format valid"}
+    return known.get(name, name.replace("_", " "))
+
 
 Entry = Mapping[str, Any]
 
@@ -78,7 +84,7 @@ def _tile(entry: Entry) -> Html:
     change = None
     if paired and paired.get("diff") is not None:
         points = 100 * paired["diff"]
-        text = f"{points:+.1f} points vs {paired.get('against') or 'previous'}, p {_p(paired.get('p'))}"
+        text = f"{points:+.1f} points vs {paired.get('against') or 'previous'}, p\u00a0{_p(paired.get('p'))}"
         clear = paired.get("p") is not None and paired["p"] < 0.05  # colour only what is more than noise
         change = h("p", text, class_="muted" if not clear else "up" if points > 0 else "down")
     spread = ""
@@ -97,12 +103,12 @@ def _tile(entry: Entry) -> Html:
 
 
 def _p(p: float | None) -> str:
-    return "–" if p is None else "< 0.001" if p < 0.001 else f"= {p:.3f}"
+    return "–" if p is None else "<\u00a00.001" if p < 0.001 else f"=\u00a0{p:.3f}"
 
 
 def _score_table(entries: Sequence[Entry]) -> Html:
     names = list(dict.fromkeys(name for entry in entries for name in entry.get("summary", {}).get("components", {})))
-    columns = ["", "n", *(NAMES.get(name, name.replace("_", " ")) for name in names), "reward", "vs previous"]
+    columns = ["", "n", *(readable(name) for name in names), "reward", "vs previous"]
     return table(columns, (_score_row(entry, names) for entry in entries), "Scores, with 95 % bootstrap intervals")
 
 

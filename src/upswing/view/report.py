@@ -113,7 +113,7 @@ def _page(run_dir: Path, sections: Sequence[tuple[str, str, Html]]) -> str:
     main = h(
         "main",
         h("h1", name),
-        h("p", _subtitle(run_dir, written), class_="muted"),
+        h("p", _subtitle(run_dir), class_="muted"),
         *(h("section", h("h2", _TITLES[key]), body, id=key) for _, key, body in sections),
         h("footer", f"Written {written} by Upswing from the files of this run folder."),
         id="main",
@@ -134,15 +134,16 @@ def _packaged(name: str) -> str:
     return resources.files("upswing.view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _subtitle(run_dir: Path, written: str) -> str:
+def _subtitle(run_dir: Path) -> str:
     rows = read_json_lines(run_dir / METRICS)
     times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
     stages = list(dict.fromkeys(str(row.get("stage")) for row in rows))
     parts = [f"Stages: {' → '.join(stages)}"] if stages else ["No metrics yet"]
     if len(times) > 1:
-        minutes = (max(times) - min(times)) / 60
-        parts.append(f"{minutes:.1f} minutes from the first to the last metric")
-    return " · ".join([*parts, f"report of {written}"])
+        seconds = max(times) - min(times)
+        span = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+        parts.append(f"{span} from the first to the last metric")
+    return " · ".join(parts)
 
 
 def _graduation(rows: Sequence[Mapping[str, Any]]) -> Html:

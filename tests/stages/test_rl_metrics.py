@@ -1,0 +1,86 @@
+"""Signals of a batch, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from upswing.stages.rl_metrics import batch_metrics, early_warning
+from upswing.stages.rows import rl_rows
+from upswing.trajectory.types import Branch, Group, Message, Outcome, Score, StopReason, Task, Trajectory
+
+TASKS = [Task(id=name, messages=(Message(role="user", content="?"),)) for name in "abc"]
+
+
+def trajectory(task: Task, index: int, reward: float | None, **changes: object) -> Trajectory:
+    length = 6
+    sampled = np.array([False, False, True, True, False, True])
+    branch = Branch(
+        tokens=np.arange(length, dtype=np.int32),
+        sampled=sampled,
+        engine_logprobs=np.where(sampled, -0.5, np.nan).astype(np.float32),
+        policy_version=np.where(sampled, 0, -1).astype(np.int32),
+        turn=np.array([0, 0, 0, 0, 1, 1], dtype=np.int16),
+    )
+    fields: dict[str, object] = {
+        "outcome": Outcome.COMPLETED,
+        "stop_reason": StopReason.ANSWERED,
+        "num_turns": 2,
+        "score": None if reward is None else Score(value=reward, components={"strict_match": reward}),
+    }
+    return Trajectory(id=f"{task.id}{index}", task=task, branches=(branch,), messages=task.messages, **(fields | changes))  # type: ignore[arg-type]
+
+
+def group(task: Task, rewards: list[float | None]) -> Group:
+    return Group(task=task, trajectories=tuple(trajectory(task, i, r) for i, r in enumerate(rewards)))
+
+
+def test_groups_without_a_spread_are_split_into_too_easy_and_too_hard() -> None:
+    groups = [group(TASKS[0], [1.0, 1.0]), group(TASKS[1], [0.0, 0.0]), group(TASKS[2], [1.0, 0.0])]
+    _, rewards, advantages = rl_rows(groups, truncated="as_is", normalize_std=True)
+    values = batch_metrics(groups, rewards, advantages)
+    assert values["zero_variance_frac"] == pytest.approx(2 / 3)
+    assert values["too_easy_frac"] == values["too_hard_frac"] == pytest.approx(1 / 3)
+    assert values["reward"] == values["score_strict_match"] == 0.5
+    assert values["sampled_tokens"] == 3
+
+
+def test_errored_and_unscored_trajectories_shrink_the_group_and_never_count_as_zero() -> None:
+    broken = trajectory(
+        TASKS[0], 9, None, outcome=Outcome.ERRORED, stop_reason=StopReason.ERROR, error="OSError: gone", score=None
+    )
+    unscored = trajectory(TASKS[0], 8, None, score=Score(value=None, reason="judge is down"))
+    whole = group(TASKS[0], [1.0, 0.0])
+    shrunk = Group(task=TASKS[0], trajectories=(*whole.trajectories, broken, unscored))
+    rows, rewards, advantages = rl_rows([shrunk], truncated="as_is", normalize_std=False)
+    assert advantages == [0.5, -0.5, 0.0, 0.0]
+    assert len(rows) == 2 and math.isnan(rewards[2]) and math.isnan(rewards[3])
+    values = batch_metrics([shrunk], rewards, advantages)
+    assert (values["reward"], values["num_errored"], values["num_unscored"]) == (0.5, 1, 1)
+
+
+@pytest.mark.parametrize(("rule", "reward", "trained"), [("as_is", 0.4, True), ("zero", 0.0, True), ("mask", 0.4, False)])
+def test_the_rule_for_truncated_trajectories(rule: str, reward: float, trained: bool) -> None:
+    cut = trajectory(TASKS[0], 5, 0.4, outcome=Outcome.TRUNCATED, stop_reason=StopReason.MAX_TURNS)
+    rows, rewards, _ = rl_rows(
+        [Group(task=TASKS[0], trajectories=(trajectory(TASKS[0], 0, 1.0), cut))], truncated=rule, normalize_std=True
+    )
+    assert rewards[1] == pytest.approx(reward)
+    assert bool(rows[1].loss_mask.any()) is trained
+    assert rows[0].loss_mask.tolist() == [False, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "title"),
+    [
+        ({"truncated_frac": 1.0, "zero_variance_frac": 0.5}, "every trajectory is cut"),
+        ({"truncated_frac": 0.2, "zero_variance_frac": 1.0}, "no group has a reward spread"),
+        ({"truncated_frac": 0.2, "zero_variance_frac": 0.9}, None),
+    ],
+)
+def test_early_warning(values: dict[str, float], title: str | None) -> None:
+    known = {"too_easy_frac": 0.0, "too_hard_frac": 1.0, "reward": 0.0}
+    found = early_warning(known | values, 1.0, 16)
+    assert (found[0] if found else None) == title
