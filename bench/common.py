@@ -43,7 +43,9 @@ def describe_machine(packages: Sequence[str] = ("upswing", "torch", "transformer
         platform.processor(),
     )
     versions = ", ".join(f"{name} {_version(name)}" for name in packages)
-    flags = " ".join(f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {f}" in "".join(_lines("/proc/cpuinfo")))
+    flags = " ".join(
+        f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {f}" in "".join(_lines("/proc/cpuinfo"))
+    )
     return (
         f"machine: {cpu} ({flags}), {torch.get_num_threads()} threads, {platform.platform()}\n"
         f"versions: python {platform.python_version()}, {versions}\ncommit: {_commit()}"

@@ -45,7 +45,9 @@ def run_seed(seed: int, out: Path, quick: bool) -> tuple[dict[str, Any], float]:
     run_recipe(with_control, out, log=log, resume=True)
     entries = read_json(out / RESULTS)
     found = {entry["label"]: entry for entry in entries if entry["stage"] == "test"}
-    found |= {entry["label"]: entry for entry in entries if entry["stage"] == "test_control" and entry["label"] == CONTROL}
+    found |= {
+        entry["label"]: entry for entry in entries if entry["stage"] == "test_control" and entry["label"] == CONTROL
+    }
     return found, minutes
 
 
@@ -64,7 +66,9 @@ def main() -> int:
     except ImportError as error:
         return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
     print(describe_machine())
-    runs = [run_seed(seed, args.out / f"seed-{seed}", args.quick) for seed in (args.seeds[:1] if args.quick else args.seeds)]
+    runs = [
+        run_seed(seed, args.out / f"seed-{seed}", args.quick) for seed in (args.seeds[:1] if args.quick else args.seeds)
+    ]
 
     def over_seeds(value: Any) -> list[float]:
         return [value(entries) for entries, _ in runs]

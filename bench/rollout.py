@@ -2,8 +2,9 @@
 
     python bench/rollout.py [--quick]
 
-`fixed_vs_hf`: 64 prompts of 64 tokens, 64 new tokens each (`--quick`: 32), no early stop, no shared prefixes. Same model, threads, number format and sampling (temperature 1) for both; generate returns no
-log-probs, the engine does. Rounds alternate A B A B; medians are compared.
+`fixed_vs_hf`: 64 prompts of 64 tokens, 64 new tokens each (`--quick`: 32), no early stop, no shared prefixes. Same
+model, threads, number format and sampling (temperature 1) for both; generate returns no log-probs, the engine does.
+Rounds alternate A B A B after one to warm up; medians are compared.
 """
 
 from __future__ import annotations

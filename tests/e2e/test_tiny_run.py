@@ -111,7 +111,9 @@ def test_a_stopped_run_resumes_to_the_same_weights(finished: Path, tmp_path: Pat
     expected, resumed = weights(finished, "rl"), weights(out, "rl")
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     keys = ("step", "reward", "loss", "entropy", "sampled_tokens")
-    series = [[[row[k] for k in keys] for row in MetricsLog(run).read("rl") if "train_s" in row] for run in (finished, out)]
+    series = [
+        [[row[k] for k in keys] for row in MetricsLog(run).read("rl") if "train_s" in row] for run in (finished, out)
+    ]
     assert json.dumps(series[0]) == json.dumps(series[1])
 
 

@@ -298,3 +298,25 @@ def test_options_are_checked_when_made(options, named):
 def test_rows_of_wrong_shape_are_refused():
     with pytest.raises(ValueError, match=r"engine_logprobs has shape \(2,\)"):
         row([1, 2, 3], [1], engine_logprobs=np.zeros(2, np.float32))
+
+
+def test_the_engines_logprobs_serve_as_old_ones_when_they_are_equal():
+    rows = random_rows()
+    learner = Learner(tiny(), lr=1e-3)
+    with_engine = [replace(r, engine_logprobs=values) for r, values in zip(rows, learner.logprobs(rows), strict=True)]
+    results = []
+    for old in ("recompute", "engine"):
+        learner = Recorder(tiny())
+        learner.rl_update(with_engine, minibatches=2, old_logprobs=old)
+        results.append(learner.steps)
+    for one, other in zip(*results, strict=True):
+        assert_same_gradients(one, other)
+
+
+def test_old_logprobs_from_the_engine_must_be_there():
+    with pytest.raises(ValueError, match="recompute"):
+        Learner(tiny(), lr=1e-3).rl_update(
+            [replace(r, engine_logprobs=None) for r in random_rows()], minibatches=2, old_logprobs="engine"
+        )
+    with pytest.raises(ConfigError, match="did you mean 'engine'"):
+        RLOptions(old_logprobs="engin")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from upswing.engine.base import Sampling
 from upswing.engine.scripted import ScriptedEngine
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.models.tiny import tiny_tokenizer
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
-from upswing.engine.base import Sampling
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import Message, Outcome, Score, StopReason, Task, ToolCall, ToolRecord, Trajectory
 from upswing.verify.base import Episode
@@ -25,7 +26,7 @@ TASK = Task(id="t", messages=(Message(role="user", content="How many?"),), gold=
 class Echo(Environment):
     """Answers each turn with its text until the agent says `done`; breaks on request."""
 
-    closed: list[str] = []
+    closed: ClassVar[list[str]] = []
 
     def reset(self, task: Task, seed: int) -> Observation:
         self.turns = 0
@@ -91,7 +92,7 @@ async def test_every_prompt_extends_what_the_model_saw() -> None:
     parts = rollouts(["one", "two", "done"])
     await play_one(parts)
     prompts = [call.prompt for call in parts.engine.calls]  # type: ignore[attr-defined]
-    for earlier, later in zip(prompts, prompts[1:], strict=False):
+    for earlier, later in pairwise(prompts):
         assert later[: len(earlier)] == earlier
 
 
@@ -181,7 +182,7 @@ async def test_a_crashing_or_hanging_verifier_gives_no_score() -> None:
 async def test_a_slow_environment_holds_up_only_its_own_trajectory() -> None:
     def script(prompt: Any, sampling: Sampling, session: str | None) -> str:
         assert session is not None
-        return "hang done" if "/0/0" in session else "done"
+        return "hang done" if session.endswith("/0-0") else "done"
 
     parts = rollouts(script, env_timeout_s=5.0)
     finished: list[tuple[str, float]] = []
@@ -193,7 +194,7 @@ async def test_a_slow_environment_holds_up_only_its_own_trajectory() -> None:
         seed=0,
         on_done=lambda t: finished.append((t.id, time.perf_counter() - started)),
     )
-    assert [name for name, _ in finished][-1].endswith("/0/0")
+    assert [name for name, _ in finished][-1].endswith("/0-0")
     assert all(seconds < 1.5 for _, seconds in finished[:-1])
 
 
@@ -210,3 +211,10 @@ async def test_cancelling_a_batch_cancels_its_trajectories() -> None:
     await asyncio.sleep(0.2)
     assert len(parts.engine.calls) == before  # type: ignore[attr-defined]
     assert len(Echo.closed) == 4
+
+
+async def test_the_same_task_twice_in_a_batch_is_played_apart() -> None:
+    parts = rollouts(["one", "done"])
+    groups = await parts.groups([TASK, TASK], size=2, sampling=Sampling(), seed=0)
+    played = [t for group in groups for t in group.trajectories]
+    assert len({t.id for t in played}) == 4 and len({t.seed for t in played}) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ def trajectory(task: Task, index: int, reward: float | None, **changes: object) 
         "num_turns": 2,
         "score": None if reward is None else Score(value=reward, components={"strict_match": reward}),
     }
-    return Trajectory(id=f"{task.id}{index}", task=task, branches=(branch,), messages=task.messages, **(fields | changes))  # type: ignore[arg-type]
+    merged: dict[str, Any] = fields | changes
+    return Trajectory(id=f"{task.id}{index}", task=task, branches=(branch,), messages=task.messages, **merged)
 
 
 def group(task: Task, rewards: list[float | None]) -> Group:
@@ -61,7 +63,9 @@ def test_errored_and_unscored_trajectories_shrink_the_group_and_never_count_as_z
     assert (values["reward"], values["num_errored"], values["num_unscored"]) == (0.5, 1, 1)
 
 
-@pytest.mark.parametrize(("rule", "reward", "trained"), [("as_is", 0.4, True), ("zero", 0.0, True), ("mask", 0.4, False)])
+@pytest.mark.parametrize(
+    ("rule", "reward", "trained"), [("as_is", 0.4, True), ("zero", 0.0, True), ("mask", 0.4, False)]
+)
 def test_the_rule_for_truncated_trajectories(rule: str, reward: float, trained: bool) -> None:
     cut = trajectory(TASKS[0], 5, 0.4, outcome=Outcome.TRUNCATED, stop_reason=StopReason.MAX_TURNS)
     rows, rewards, _ = rl_rows(

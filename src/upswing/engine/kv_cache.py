@@ -94,35 +94,30 @@ class CachedAttention:
         singles = [segment for segment in segments if segment.count == 1]
         self._single_offset = sum(segment.count for segment in self._long)
         like = cache.keys[0]
-        self._slots = torch.tensor([s.slot for s in singles], dtype=torch.long, device=like.device)
-        self._positions = torch.tensor([s.start for s in singles], dtype=torch.long, device=like.device)
+        counts = torch.tensor([segment.count for segment in segments])
+        slots = torch.tensor([segment.slot for segment in segments])
+        self._slots = slots.repeat_interleave(counts).to(like.device)
+        positions = [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
+        self._positions = torch.cat(positions).to(like.device)
         self._runs = [_make_run(rows, singles, like) for rows in _split_runs([segment.slot for segment in singles])]
         self._masks = {segment: _continuation_mask(segment, like) for segment in self._long}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._slots, :, self._positions] = k[0].transpose(0, 1)
+        values[self._slots, :, self._positions] = v[0].transpose(0, 1)
         out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         for segment in self._long:
-            self._attend_segment(layer, segment, q, k, v, scaling, out)
+            self._attend_segment(layer, segment, q, scaling, out)
         if self._runs:
-            self._attend_singles(layer, q, k, v, scaling, out)
+            self._attend_singles(layer, q, scaling, out)
         return out[None]
 
-    def _attend_segment(
-        self,
-        layer: int,
-        segment: Segment,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float,
-        out: torch.Tensor,
-    ) -> None:
+    def _attend_segment(self, layer: int, segment: Segment, q: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
         rows = slice(segment.offset, segment.offset + segment.count)
         stop = segment.start + segment.count
         keys, values = self._cache.keys[layer][segment.slot], self._cache.values[layer][segment.slot]
-        keys[:, segment.start : stop] = k[0, :, rows]
-        values[:, segment.start : stop] = v[0, :, rows]
         num_kv = keys.shape[0]
         group = q.shape[1] // num_kv
         # Key heads as the batch and the group as heads: shared keys are expanded by stride, not copied.
@@ -137,13 +132,9 @@ class CachedAttention:
         )
         out[rows] = attended.flatten(0, 1).transpose(0, 1)
 
-    def _attend_singles(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, out: torch.Tensor
-    ) -> None:
+    def _attend_singles(self, layer: int, q: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
         first = self._single_offset
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._slots, :, self._positions] = k[0, :, first:].transpose(0, 1)
-        values[self._slots, :, self._positions] = v[0, :, first:].transpose(0, 1)
         num_kv, head_dim = keys.shape[1], keys.shape[3]
         queries = q[0, :, first:].transpose(0, 1).reshape(-1, num_kv, q.shape[1] // num_kv, head_dim)
         for run in self._runs:

@@ -15,6 +15,7 @@ from upswing.errors import ConfigError, did_you_mean
 
 BUILTIN: Mapping[str, str] = {
     "geo_search": "upswing.envs.geo_search:GeoSearch",
+    "lookup": "upswing.envs.lookup:Lookup",
     "tool": "upswing.envs.tool_env:ToolEnv",
 }
 

@@ -104,7 +104,7 @@ class _Turn:
 class HermesParser:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several a turn; a turn without any is the answer."""
 
-    markers = (CALL_OPEN, CALL_CLOSE, *RESPONSE_TAGS, THINK_OPEN, THINK_CLOSE)
+    markers: tuple[str, ...] = (CALL_OPEN, CALL_CLOSE, *RESPONSE_TAGS, THINK_OPEN, THINK_CLOSE)
     _next = re.compile("|".join(map(re.escape, (CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE))))
 
     def parse(self, text: str) -> ParsedTurn:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from upswing.algo import check_aggregation, check_clip, check_kl_estimator, kl_k3, kl_loss, ppo_clip, token_weights
-from upswing.errors import ConfigError
+from upswing.errors import ConfigError, did_you_mean
 from upswing.learn.checkpoint import load_checkpoint, save_checkpoint
 from upswing.learn.forward import check_trainable, packed_forward
 from upswing.learn.metrics import Tally, UpdateMetrics, update_metrics
@@ -34,6 +34,9 @@ from upswing.models.attention import use_upswing_attention
 
 PackLoss = Callable[[Pack, torch.Tensor, torch.Tensor], torch.Tensor]
 """(pack, policy_logprobs_M, entropy_M) -> per-token loss [M]."""
+
+
+OLD_LOGPROBS = ("recompute", "engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ class RLOptions:
     """Passes over the batch."""
     minibatches: int = 1
     """Optimizer steps in each pass; each has its own denominators."""
+    old_logprobs: str = "recompute"
+    """Where they come from when there is more than one optimizer step: `recompute`, a forward before the first one; or
+    `engine`, the sampler's own (bypass mode), which saves that forward and is as exact as engine and learner agree."""
 
     def __post_init__(self) -> None:
         check_clip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
@@ -68,6 +74,11 @@ class RLOptions:
         if not self.temperature > 0:
             raise ConfigError(
                 f"temperature is {self.temperature}; RL needs one above 0, the one that the batch was sampled with"
+            )
+        if self.old_logprobs not in OLD_LOGPROBS:
+            raise ConfigError(
+                f"old_logprobs is '{self.old_logprobs}'; allowed: {', '.join(OLD_LOGPROBS)}"
+                f"{did_you_mean(self.old_logprobs, OLD_LOGPROBS)}"
             )
         for name in ("updates_per_batch", "minibatches"):
             if getattr(self, name) < 1:
@@ -175,13 +186,25 @@ class Learner:
             flat = flatten(rows)
             self._count_batch(counts, rows, flat)
             counts["rows_skipped"] = len(rows) - len(_active_rows(flat, everything=options.regularised))
-            old = None if options.on_policy else self.logprobs(rows, options.temperature)
+            old = self._old_logprobs(rows, options)
             for _ in range(options.updates_per_batch):
                 for chosen in self._minibatches(rows, options.minibatches):
                     part = [rows[i] for i in chosen]
                     part_old = None if old is None else [old[i] for i in chosen]
                     self._rl_step(part, part_old, options, tally, counts)
         return self._metrics
+
+    def _old_logprobs(self, rows: Sequence[TrainRow], options: RLOptions) -> Sequence[np.ndarray] | None:
+        """Per row [T]; None: the policy's own of the only step. Raises ValueError when the engine's are missing."""
+        if options.on_policy:
+            return None
+        if options.old_logprobs == "recompute":
+            return self.logprobs(rows, options.temperature)
+        found = [row.engine_logprobs for row in rows]
+        for index, (row, values) in enumerate(zip(rows, found, strict=True)):
+            if values is None or not np.isfinite(values[row.loss_positions]).all():
+                raise ValueError(f"row {index} has loss tokens without engine_logprobs; use old_logprobs='recompute'")
+        return [values for values in found if values is not None]
 
     def _rl_step(
         self,

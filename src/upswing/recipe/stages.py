@@ -153,6 +153,11 @@ class RlStage(Section):
     grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
     minibatches: Count = Field(default=1, description="Updates that a batch is split into, by whole groups.")
     updates_per_batch: Count = Field(default=1, description="Passes over a batch.")
+    old_logprobs: Literal["recompute", "engine"] | None = Field(
+        default=None,
+        description="Log-probs before the update, when a batch has several: recompute (the default, one more forward) "
+        "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one.",
+    )
     clip_low: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
         default=0.2, description="The probability ratio is clipped below 1 - clip_low; 1: not."
     )
@@ -248,6 +253,9 @@ class RlStage(Section):
             raise refuse(
                 "norm_length", f"got {self.norm_length} without effect, as aggregation is '{self.aggregation}'"
             )
+        if self.old_logprobs is not None and self.minibatches * self.updates_per_batch == 1:
+            why = "as a batch has one update, which needs none; set minibatches or updates_per_batch too"
+            raise refuse("old_logprobs", f"got '{self.old_logprobs}' without effect, {why}")
         if self.kl_coef == 0 and self.kl_estimator is not None:
             raise refuse("kl_estimator", f"got '{self.kl_estimator}' without effect, as kl_coef is 0; set kl_coef too")
 

@@ -125,7 +125,7 @@ async def play(
     limits: Limits,
     seed: int,
 ) -> Trajectory:
-    """Play one task to its end -> an unscored, validated Trajectory. Never raises for a broken environment or engine."""
+    """Play one task to its end -> an unscored, validated Trajectory; a broken environment or engine never raises."""
     progress = _Progress()
     started = time.perf_counter()
     error: str | None = None

@@ -49,19 +49,20 @@ class Rollouts:
         each is followed by up to `max_retries` new attempts."""
         gate = asyncio.Semaphore(self.max_concurrent)
 
-        async def attempts(task: Task, index: int) -> list[Trajectory]:
+        async def attempts(row: int, task: Task, index: int) -> list[Trajectory]:
             tried: list[Trajectory] = []
             for attempt in range(self.max_retries + 1):
-                name = f"{task.id}/{seed}/{index}" + (f".{attempt}" if attempt else "")
+                # The row is in it because a batch may hold the same task twice.
+                name = f"{task.id}/{seed}/{row}-{index}" + (f".{attempt}" if attempt else "")
                 async with gate:
-                    tried.append(await self._sampled(task, name, sampling, derive_seed(seed, task.id, index, attempt)))
+                    tried.append(await self._sampled(task, name, sampling, derive_seed(seed, row, index, attempt)))
                 if tried[-1].outcome is not Outcome.ERRORED:
                     break
             if on_done:
                 on_done(tried[-1])
             return tried
 
-        jobs = [[asyncio.ensure_future(attempts(task, i)) for i in range(size)] for task in tasks]
+        jobs = [[asyncio.ensure_future(attempts(row, task, i)) for i in range(size)] for row, task in enumerate(tasks)]
         try:
             done = [[await job for job in row] for row in jobs]
         except BaseException:
@@ -121,7 +122,7 @@ class Rollouts:
         return await self._scored(trajectory)
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
-        """Attach the rubric's score. Errored and cancelled trajectories get none, and neither does a hung verifier's."""
+        """Attach the rubric's score; errored and cancelled trajectories get none, nor does a hung verifier give one."""
         if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
             return trajectory
         try:

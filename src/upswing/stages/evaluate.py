@@ -12,8 +12,8 @@ from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext
 from upswing.stages.examples import write_examples
 from upswing.trajectory.types import Task, Trajectory
-from upswing.view.run_folder import RESULTS, read_json
 from upswing.view.report import write_results
+from upswing.view.run_folder import RESULTS, read_json
 
 SUCCESS = "strict_match"
 

@@ -26,7 +26,7 @@ def write_examples(context: RunContext, played: dict[str, list[Trajectory]]) -> 
     if recovery:
         chosen.append(("The first search fails, the agent searches differently and recovers", recovery.task.id))
     gained = [i for i, t in last.items() if _won(t) and i in first and not _won(first[i])]
-    chosen += [("Wrong before, right after", i) for i in gained if i not in dict(map(reversed, chosen))]
+    chosen += [("Wrong before, right after", i) for i in gained if recovery is None or i != recovery.task.id]
     lost = [i for i, t in last.items() if not _won(t)]
     chosen = chosen[: NUM_EXAMPLES - 1] + [("Still wrong", i) for i in lost[:1]]
     decode = context.rollouts.renderer.decode

@@ -90,7 +90,9 @@ def is_well_formed(trajectory: Trajectory) -> bool:
 async def examine(context: RunContext, rules: Graduation, stage: str, step: int, flat: Criterion) -> Verdict:
     """Sample train tasks with the engine's current weights and judge."""
     tasks = context.tasks.take("train", derive_seed(context.recipe.seed, stage, "graduation"), rules.tasks)
-    with context.progress.task(f"{stage}: graduation check", total=len(tasks) * rules.pass_k, unit="trajectory") as shown:
+    with context.progress.task(
+        f"{stage}: graduation check", total=len(tasks) * rules.pass_k, unit="trajectory"
+    ) as shown:
         groups = await context.rollouts.groups(
             tasks,
             size=rules.pass_k,
@@ -106,7 +108,7 @@ async def examine(context: RunContext, rules: Graduation, stage: str, step: int,
 
 
 def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Mean of -log-prob over sampled tokens [nats]: an unbiased estimate of the policy's entropy; NaN without tokens."""
+    """Mean of -log-prob over sampled tokens [nats]: unbiased for the policy's entropy; NaN without tokens."""
     total, count = 0.0, 0
     for trajectory in trajectories:
         for branch in trajectory.branches:

@@ -1,4 +1,4 @@
-"""The `rl` stage. One step is the loop of the README: tasks -> rollout -> verifier -> advantage -> update -> weights."""
+"""The `rl` stage. A step is the README's loop: tasks -> rollout -> verifier -> advantage -> update -> weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def _tasks(context: RunContext, stage: RlStage, step: int) -> list[Task]:
     seed = derive_seed(context.recipe.seed, stage.name, "tasks")
     tasks = context.tasks.take("train", seed, stage.tasks_per_step, skip=step * stage.tasks_per_step)
     if len(tasks) < stage.tasks_per_step:
-        raise UpswingError(f"{stage.name}: the train tasks ran out at step {step}; make the stream endless or stop earlier")
+        raise UpswingError(
+            f"{stage.name}: the train tasks ran out at step {step}; make the stream endless or stop earlier"
+        )
     return tasks
 
 
@@ -126,6 +128,7 @@ def _loss_options(stage: RlStage) -> dict[str, Any]:
         "kl_estimator": stage.kl_estimator or "k2",
         "minibatches": stage.minibatches,
         "updates_per_batch": stage.updates_per_batch,
+        "old_logprobs": stage.old_logprobs or "recompute",
     }
 
 
@@ -154,7 +157,9 @@ def _report(
         )
     rules = stage.early_warning
     trouble = early_warning(values, rules.truncated_frac, context.recipe.limits.turn_tokens)
-    training.bad_steps = training.bad_steps + 1 if trouble and training.bad_steps == training.step else training.bad_steps
+    training.bad_steps = (
+        training.bad_steps + 1 if trouble and training.bad_steps == training.step else training.bad_steps
+    )
     if trouble and training.bad_steps == rules.steps == training.step + 1:
         title, evidence, remedy = trouble
         context.warn(title, evidence=evidence, remedy=remedy, stage=stage.name, step=training.step + 1)
@@ -186,7 +191,9 @@ async def _evaluate(context: RunContext, stage: RlStage, training: _Training) ->
         "eval_recovery": summary.recovery.mean,
     }
     context.metrics.append(stage.name, training.step, values)
-    by_kind = {kind: round(row.get(SUCCESS, row["reward"]).mean, 2) for kind, row in summary.by_tag.get("kind", {}).items()}
+    by_kind = {
+        kind: round(row.get(SUCCESS, row["reward"]).mean, 2) for kind, row in summary.by_tag.get("kind", {}).items()
+    }
     context.note(f"{label}: {SUCCESS} {strict.mean:.3f} [{strict.low:.3f}, {strict.high:.3f}] {by_kind or ''}")
 
 

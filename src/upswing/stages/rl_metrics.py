@@ -69,9 +69,7 @@ def _group_shares(
     }
 
 
-def early_warning(
-    values: dict[str, float], truncated_limit: float, turn_tokens: int
-) -> tuple[str, str, str] | None:
+def early_warning(values: dict[str, float], truncated_limit: float, turn_tokens: int) -> tuple[str, str, str] | None:
     """(title, evidence, remedy) when nothing can be learned from a batch; None otherwise."""
     if values["truncated_frac"] >= truncated_limit:
         return (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from upswing.algo.advantage import group_relative
-from upswing.learn.learner import TrainRow
+from upswing.learn.rows import TrainRow
 from upswing.trajectory.masks import loss_mask
 from upswing.trajectory.types import Group, Outcome, Trajectory
 

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import platform
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -60,9 +61,7 @@ def check(recipe: Recipe) -> World:
     return preflight(recipe)
 
 
-def run_recipe(
-    recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None
-) -> RunResult:
+def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None) -> RunResult:
     """Run every stage that isn't done yet and write the report.
 
     `out` must be empty or new unless `resume`; then finished stages are skipped and the unfinished one goes on from its
@@ -105,6 +104,7 @@ async def _run(recipe: Recipe, out: Path, world: World, log: Progress) -> None:
 
 def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunContext:
     """Load the model and put the parts together."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(recipe.seed)
     loaded = load_model(recipe.model)
     engine = TorchEngine.from_model(
@@ -171,9 +171,8 @@ def eval_checkpoint(
     """Measure any model (a checkpoint folder, a hub id, an alias) on a recipe's environment, without a run folder."""
     world = check(recipe)
 
-    async def measured() -> EvalSummary:
-        with_model = recipe.model_copy(update={"model": model})
-        context = _context(with_model, None, world, log)
+    async def measured(scratch: Path) -> EvalSummary:
+        context = _context(recipe.model_copy(update={"model": model}), scratch, world, log)
         try:
             chosen = context.tasks.take(split, derive_seed(recipe.seed, split, 0), tasks)
             summary, _ = await measure(
@@ -183,4 +182,5 @@ def eval_checkpoint(
         finally:
             await context.engine.close()
 
-    return asyncio.run(measured())
+    with tempfile.TemporaryDirectory() as scratch:
+        return asyncio.run(measured(Path(scratch)))

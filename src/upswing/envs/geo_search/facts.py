@@ -123,6 +123,7 @@ def _country(row: Mapping[str, Any]) -> Country:
     entry = pycountry.countries.get(alpha_2=iso)
     phone = row["phone"].strip().lstrip("+")
     languages, main = _languages(row["languages"])
+    main = None if iso in tables.NO_MAIN_LANGUAGE else main
     name = tables.COUNTRY_NAMES.get(iso, display(row["name"]))
     neighbours = [n for n in row["neighbours"].split(",") if n and n not in tables.TERRITORIES]
     return Country(
@@ -137,7 +138,7 @@ def _country(row: Mapping[str, Any]) -> Country:
         languages=languages,
         main_language=main,
         population=int(row["population"]),
-        area=int(row["areakm2"]),
+        area=tables.AREAS.get(iso, int(row["areakm2"])),
         calling_code=phone if phone.isdigit() else None,
         neighbours=tuple(sorted(n for n in neighbours if (iso, n) not in tables.NO_NEIGHBOUR_PAIR)),
         aliases=_country_aliases(iso, name, getattr(entry, "official_name", None)),
@@ -145,6 +146,7 @@ def _country(row: Mapping[str, Any]) -> Country:
 
 
 def _country_aliases(iso: str, name: str, official: str | None) -> tuple[tuple[str, str], ...]:
+    official = None if iso in tables.NO_OFFICIAL_NAME else official
     found = [(official.removeprefix("the "), "official")] if official and fold(official) != fold(name) else []
     for kind, table in tables.COUNTRY_ALIASES.items():
         found += [(alias, kind) for code, alias in tables.pairs(table) if code == iso]

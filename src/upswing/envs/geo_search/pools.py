@@ -136,13 +136,14 @@ def _comparison(p: Places) -> dict[str, list[Spec]]:
     capitals = [c for c in p.countries if p.has_capital(c)]
     found: dict[str, list[Spec]] = {"city": [], "population": [], "area": [], "north": [], "capital": []}
     for _ in range(_PAIRS):
-        a, b = rng.sample(p.cities, 2)
+        # In a fixed order, so that a pair is one question whichever place was drawn first.
+        a, b = sorted(rng.sample(p.cities, 2), key=lambda c: c.id)
         if _apart(a.population, b.population):
             found["city"].append(("compare", ("city_population", a.id, b.id)))
-        a, b = rng.sample(p.cities, 2)
+        a, b = sorted(rng.sample(p.cities, 2), key=lambda c: c.id)
         if abs(a.latitude - b.latitude) >= _DEGREES and max(a.latitude, b.latitude) > 0:
             found["north"].append(("compare", ("latitude", a.id, b.id)))
-        x, y = rng.sample(large, 2)
+        x, y = sorted(rng.sample(large, 2), key=lambda c: c.iso)
         for measure in ("population", "area"):
             if _apart(getattr(x, measure), getattr(y, measure)):
                 found[measure].append(("compare", (measure, x.iso, y.iso)))

@@ -16,10 +16,19 @@ CAPITALS = {"KZ": "Astana", "AG": "Saint John's", "GD": "Saint George's", "VU": 
 NO_CAPITAL_QUESTION = words("IL ZA BO SZ LK GQ NL NR PW")
 """More than one city can rightly be called the capital, or it is disputed or moving."""
 NO_CONTINENT_QUESTION = words("TR RU GE AM AZ CY EG KZ ID TL PA TT")
-NO_BORDER_QUESTION = words("XK RS ME MK AL US CU CA DK FR BR SR ES MA DZ MR NL IL JO SY EG LB GB CY BW ZM")
+NO_BORDER_QUESTION = words("XK RS ME MK AL US CU CA DK FR BR SR ES MA DZ MR NL IL JO SY EG LB GB CY BW ZM IN")
 """The number of bordering countries depends on territories, enclaves or recognition."""
-SHARED_CURRENCIES = words("NZD ILS ZAR INR MAD")
-"""Used in other countries or territories too, although the data gives them to one country."""
+SHARED_CURRENCIES = words("NZD ILS ZAR INR MAD JOD KRW")
+"""Used in other countries or territories too, although the data gives them to one country; or, as the Won, named like
+another country's."""
+NO_MAIN_LANGUAGE = words(
+    "BF BI BJ CF CV FJ FM GH GM GN GW IN KI LS MG ML MU MZ NA NE NG PG PY SB SL SN SS TG UG ZM ZW"
+)
+"""The data puts the language of administration first, but another one is spoken by more people."""
+NO_OFFICIAL_NAME = words("DK NL TW")
+"""The official name covers more than the country (Greenland, Aruba), or isn't its own."""
+AREAS = {"MC": 2}
+"""Square kilometres where the data cuts the fraction of a very small state off (Monaco has 2.02)."""
 NO_NEIGHBOUR_PAIR = frozenset({("US", "CU"), ("CU", "US")})
 DISPUTED_ADMIN1 = frozenset({("UA", "11"), ("UA", "20")})
 NOT_CITIES = frozenset({"brooklyn", "queens", "manhattan", "the bronx", "bronx", "staten island", "jerusalem"})

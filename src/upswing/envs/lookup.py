@@ -1,0 +1,110 @@
+"""Lookup: the smallest multi-turn environment there is, for the tiny model, tests and looking around.
+
+The agent is asked for the value of a key and has one tool, `get`. Some keys are aliases, so that it must call again.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+
+from upswing.envs.base import Expert, Observation
+from upswing.envs.tool_env import ToolEnv
+from upswing.errors import ConfigError, did_you_mean
+from upswing.trajectory.types import Message, Task, Trajectory
+
+SPLITS = ("train", "dev", "test")
+KEYS = string.ascii_lowercase[:16]
+VALUES = string.digits
+ALIAS = "see "
+UNKNOWN = "unknown"
+
+
+class Lookup(ToolEnv):
+    """Questions such as `value of c`; `<get>c</get>` is answered by `7`, or by `see f`.
+
+    An episode is a key, its alias if it has one, and a value; each such triple belongs to one split. Options:
+    `alias_frac`, the share of questions about an alias; `expert_noise`, the chance that the scripted expert asks for a
+    wrong key first.
+    """
+
+    name = "lookup"
+    protocol = "tags"
+    max_turns = 4
+
+    def __init__(self, *, alias_frac: float = 0.5, expert_noise: float = 0.0, max_turns: int = 4) -> None:
+        for option, value in (("alias_frac", alias_frac), ("expert_noise", expert_noise)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"lookup option {option} is {value!r}; allowed: a number from 0 to 1")
+        self.alias_frac, self.expert_noise = alias_frac, expert_noise
+        self._facts: dict[str, str] = {}
+
+        def get(key: str) -> str:
+            """Say what a key stands for."""
+            return self._facts.get(key, UNKNOWN)
+
+        super().__init__(tools=[get], max_turns=max_turns)
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self._facts = dict(task.data["facts"])
+        # The question alone: the tool is learned from demonstrations, and a tiny model has no use for an explanation.
+        await super().reset(task, seed)
+        return Observation(messages=task.messages)
+
+    def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
+        """Endless tasks of a split; ConfigError for an unknown split."""
+        if split not in SPLITS:
+            raise ConfigError(
+                f"lookup has no split '{split}'; allowed: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
+            )
+        return self._drawn(split, random.Random(f"lookup {split} {seed}"))
+
+    def _drawn(self, split: str, rng: random.Random) -> Iterator[Task]:
+        while True:
+            key, target = rng.sample(KEYS, 2)
+            alias = rng.random() < self.alias_frac
+            value = rng.choice(VALUES)
+            if split_of(key, target if alias else "", value) != split:
+                continue
+            facts = {key: ALIAS + target, target: value} if alias else {key: value}
+            yield Task(
+                id=f"{key}-{target if alias else ''}-{value}",
+                messages=(Message(role="user", content=f"value of {key}"),),
+                gold=(value,),
+                data={"facts": facts, "key": key},
+                tags={"hops": "2" if alias else "1"},
+                env=self.name,
+                split=split,
+            )
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """Follows what `get` says; with chance `expert_noise` its first call is for a wrong key."""
+        careless = rng.random() < self.expert_noise
+        wrong = rng.choice([key for key in KEYS if key not in task.data["facts"]])
+
+        def act(messages: tuple[Message, ...]) -> str:
+            heard = [message.content for message in messages if message.role == "tool"]
+            if not heard:
+                return f"<get>{wrong if careless else task.data['key']}</get>"
+            if heard[-1] == UNKNOWN:
+                return f"<get>{task.data['key']}</get>"
+            if heard[-1].startswith(ALIAS):
+                return f"<get>{heard[-1].removeprefix(ALIAS)}</get>"
+            return f"<answer>{heard[-1]}</answer>"
+
+        return act
+
+    def recovered(self, trajectory: Trajectory) -> bool | None:
+        """Whether the value was found after a call for an unknown key; None when no call was for one."""
+        results = [record.result for record in trajectory.tool_records]
+        missed = [number for number, result in enumerate(results) if result == UNKNOWN]
+        if not missed:
+            return None
+        return trajectory.task.gold[0] in results[missed[0] + 1 :]
+
+
+def split_of(key: str, alias: str, value: str) -> str:
+    """The split that an episode belongs to: 3 train, 1 dev and 1 test of 5, spread over keys and values."""
+    number = (KEYS.index(key) * 7 + (KEYS.index(alias) + 1 if alias else 0) * 3 + VALUES.index(value)) % 5
+    return ("train", "train", "train", "dev", "test")[number]

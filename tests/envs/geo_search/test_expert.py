@@ -1,0 +1,102 @@
+"""The scripted expert plays for real; recovery is told from what its searches brought."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from tests.envs.geo_search.conftest import Played
+
+from upswing.envs.geo_search import KINDS, GeoSearch, recovered
+from upswing.envs.geo_search.corpus import World
+from upswing.envs.geo_search.env import parse_action
+from upswing.errors import ConfigError
+from upswing.trajectory.types import Message, Task, ToolCall, ToolRecord
+
+Play = Callable[[GeoSearch, Task], Played]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expert_answers_strictly_and_within_its_searches(world: World, play: Play, kind: str, noise: float) -> None:
+    env = GeoSearch(kinds=[kind], expert_noise=noise)
+    played = [(task, play(env, task)) for task in islice(env.tasks("dev", 2), 40)]
+    assert sum(p.last.answer in task.gold for task, p in played) >= 39
+    assert all(len(p.records) <= env.max_searches and all(r.ok for r in p.records) for _, p in played)
+    assert all(parse_action(m.content) for _, p in played for m in p.messages if m.role == "assistant")
+
+
+def test_noise_makes_searches_fail_for_real_and_the_expert_recover(world: World, play: Play) -> None:
+    rates = {}
+    for noise in (0.0, 1.0):
+        env = GeoSearch(kinds=["two_hop"], expert_noise=noise)
+        marks = [recovered(play(env, task).records, task) for task in islice(env.tasks("dev", 4), 40)]
+        assert False not in marks
+        rates[noise] = marks.count(True) / len(marks)
+    assert rates[0.0] < 0.2 and rates[1.0] > 0.9
+
+
+def test_what_the_expert_says_comes_from_what_it_read(world: World, play: Play) -> None:
+    """With every result replaced it can't know the answer, so it gives up in bounds."""
+    env = GeoSearch(kinds=["two_hop"])
+    task = next(env.tasks("dev"))
+    expert = env.expert(task, random.Random(0))
+    messages = task.messages
+    for _ in range(env.max_searches + 1):
+        text = expert(messages)
+        messages = (*messages, Message(role="assistant", content=text), Message(role="tool", content="No results."))
+        if "<answer>" in text:
+            break
+    assert text == "<answer>unknown</answer>"
+    lie = (*task.messages, Message(role="assistant", content=expert(task.messages)))
+    subject = task.data["plan"][0]["subject"]
+    relation = task.data["plan"][0]["relation"]
+    told = {
+        "country": f"{subject}: A city in the country of Atlantis.",
+        "capital": f"{subject}: The capital is Atlantis.",
+    }
+    told |= {"capital_of": f"Atlantis: The capital is {subject}."}
+    told |= {"currency_of": f"Atlantis: The currency is the {subject} (ATL)."}
+    assert "Atlantis" in expert((*lie, Message(role="tool", content=told[relation])))
+
+
+def test_comparisons_and_counts_show_their_working(world: World, play: Play) -> None:
+    env = GeoSearch(kinds=["comparison", "count"])
+    for task in islice(env.tasks("dev"), 20):
+        last = play(env, task).messages[-1].content
+        assert not last.startswith("<answer>") and last.endswith(f"<answer>{task.gold[0]}</answer>")
+
+
+def test_the_expert_is_the_same_for_the_same_rng(world: World, play: Play) -> None:
+    env = GeoSearch(expert_noise=0.7)
+    for task in islice(env.tasks("train"), 10):
+        assert play(env, task).messages == play(env, task).messages
+
+
+def test_a_task_of_another_environment_has_no_expert() -> None:
+    with pytest.raises(ConfigError, match="'mine' has no plan"):
+        GeoSearch().expert(Task(id="mine", messages=()), random.Random(0))
+
+
+def record(world: World, *passages: str, ok: bool = True) -> ToolRecord:
+    text = "\n".join(world.passages[p].line for p in passages)
+    return ToolRecord(call=ToolCall(name="search"), result=text, ok=ok, turn=0)
+
+
+def test_recovery_is_told_from_the_passages(world: World) -> None:
+    task = Task(id="t", messages=(), data={"passages": [["country/BE/capital"], ["country/BE/area"]]})
+    capital, area = record(world, "country/BE/capital"), record(world, "country/BE/area")
+    other, both = record(world, "country/DE/capital"), record(world, "country/BE/area", "country/BE/capital")
+    assert recovered([capital, area], task) is None
+    assert recovered([both], task) is None
+    assert recovered([], task) is None
+    assert recovered([other, capital, area], task) is True
+    assert recovered([capital, other, area], task) is True
+    assert recovered([capital, capital, area], task) is True  # asking the same again brought nothing new
+    assert recovered([capital, area, other], task) is None  # nothing was needed any more
+    assert recovered([other, capital], task) is False
+    assert recovered([capital, replace(other, ok=False), area], task) is None
+    assert recovered([other], Task(id="t", messages=())) is None
