@@ -141,9 +141,15 @@ def _finish(
     """Log-prob of the chosen entries and the entropy, of the distribution weights / total."""
     log_total_B = total_B.log() + top_B
     logprobs_B = scores.gather(1, chosen_B[:, None])[:, 0] - log_total_B
-    # A weight of 0 contributes nothing, whatever its score (which may be -inf).
-    mean_score_B = torch.linalg.vecdot(weights, scores.clamp(min=torch.finfo(scores.dtype).min)) / total_B
+    mean_score_B = _dot(weights, scores) / total_B
+    if bool(mean_score_B.isnan().any()):  # 0 x -inf: a weight of 0 contributes nothing, whatever its score
+        mean_score_B = _dot(weights, scores.clamp(min=torch.finfo(scores.dtype).min)) / total_B
     return _Draw(chosen_B, logprobs_B, (log_total_B - mean_score_B).clamp_(min=0.0))
+
+
+def _dot(left_BC: torch.Tensor, right_BC: torch.Tensor) -> torch.Tensor:
+    """Row by row [B], without an intermediate [B, C]."""
+    return torch.bmm(left_BC[:, None, :], right_BC[:, :, None])[:, 0, 0]
 
 
 def _draw_truncated(scores_BV: torch.Tensor, settings: Settings, u_B: torch.Tensor) -> _Draw:

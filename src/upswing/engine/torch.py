@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from upswing.engine.base import Capabilities, Completion, EngineStats, FinishReason, Sampling
 from upswing.engine.kv_cache import CachedAttention, KVCache, Segment
+from upswing.engine.linear import speed_up_linears
 from upswing.engine.sampler import check_sampling, sample
 from upswing.engine.slots import MIN_SHARED, Slot, SlotTable, common_prefix
 from upswing.engine.stopping import StopChecker
@@ -153,6 +154,7 @@ class TorchEngine:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         held: Any = copy.deepcopy(model)
         held.to(device=chosen, dtype=dtype or compute_dtype(chosen))
+        speed_up_linears(held)
         return cls(held, tokenizer=tokenizer, **options)
 
     @property

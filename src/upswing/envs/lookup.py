@@ -16,7 +16,7 @@ from upswing.trajectory.types import Message, Task, Trajectory
 
 SPLITS = ("train", "dev", "test")
 KEYS = string.ascii_lowercase[:16]
-VALUES = string.digits
+VALUES = string.digits + string.ascii_uppercase
 ALIAS = "see "
 UNKNOWN = "unknown"
 
@@ -58,25 +58,23 @@ class Lookup(ToolEnv):
             raise ConfigError(
                 f"lookup has no split '{split}'; allowed: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
             )
-        return self._drawn(split, random.Random(f"lookup {split} {seed}"))
-
-    def _drawn(self, split: str, rng: random.Random) -> Iterator[Task]:
+        rng = random.Random(f"lookup {split} {seed}")
+        plain, aliased = ([e for e in _episodes(split) if bool(e[1]) is alias] for alias in (False, True))
+        draws = {False: _passes(plain, rng), True: _passes(aliased, rng)}
         while True:
-            key, target = rng.sample(KEYS, 2)
-            alias = rng.random() < self.alias_frac
-            value = rng.choice(VALUES)
-            if split_of(key, target if alias else "", value) != split:
-                continue
-            facts = {key: ALIAS + target, target: value} if alias else {key: value}
-            yield Task(
-                id=f"{key}-{target if alias else ''}-{value}",
-                messages=(Message(role="user", content=f"value of {key}"),),
-                gold=(value,),
-                data={"facts": facts, "key": key},
-                tags={"hops": "2" if alias else "1"},
-                env=self.name,
-                split=split,
-            )
+            yield self._task(*next(draws[rng.random() < self.alias_frac]), split=split)
+
+    def _task(self, key: str, alias: str, value: str, split: str) -> Task:
+        facts = {key: ALIAS + alias, alias: value} if alias else {key: value}
+        return Task(
+            id=f"{key}-{alias}-{value}",
+            messages=(Message(role="user", content=f"value of {key}"),),
+            gold=(value,),
+            data={"facts": facts, "key": key},
+            tags={"hops": "2" if alias else "1"},
+            env=self.name,
+            split=split,
+        )
 
     def expert(self, task: Task, rng: random.Random) -> Expert:
         """Follows what `get` says; with chance `expert_noise` its first call is for a wrong key."""
@@ -102,6 +100,18 @@ class Lookup(ToolEnv):
         if not missed:
             return None
         return trajectory.task.gold[0] in results[missed[0] + 1 :]
+
+
+def _episodes(split: str) -> list[tuple[str, str, str]]:
+    """All (key, alias or '', value) of a split."""
+    triples = ((key, alias, value) for key in KEYS for alias in ("", *KEYS) for value in VALUES if alias != key)
+    return [triple for triple in triples if split_of(*triple) == split]
+
+
+def _passes(episodes: list[tuple[str, str, str]], rng: random.Random) -> Iterator[tuple[str, str, str]]:
+    """Without repeats until all have come, then again in another order."""
+    while True:
+        yield from rng.sample(episodes, len(episodes))
 
 
 def split_of(key: str, alias: str, value: str) -> str:

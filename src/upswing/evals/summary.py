@@ -154,7 +154,10 @@ def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | N
         tags=dict(trajectory.task.tags),
         turns=trajectory.num_turns,
         tool_calls=len(calls),
-        invalid_calls=sum(not record.ok for record in trajectory.tool_records),
+        # A tool that fails by itself isn't an invalid call; an environment that has such tools counts apart.
+        invalid_calls=int(
+            trajectory.state.get("invalid_calls", sum(not record.ok for record in trajectory.tool_records))
+        ),
         duplicate_calls=len(calls) - len(set(calls)),
         sampled_tokens=trajectory.num_sampled_tokens,
         recovered=recovered(trajectory) if recovered and counted else None,

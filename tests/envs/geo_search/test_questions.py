@@ -6,8 +6,6 @@ import json
 import re
 from itertools import combinations, islice
 
-import pytest
-
 from upswing.envs.geo_search import KINDS, GeoSearch, entities_of, self_check
 from upswing.envs.geo_search.check import split_of
 from upswing.envs.geo_search.corpus import World
@@ -15,11 +13,6 @@ from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.names import fold
 from upswing.envs.geo_search.pools import draws, pool
 from upswing.trajectory.types import Task
-
-
-@pytest.fixture(scope="module")
-def drawn(world: World) -> dict[str, list[Task]]:
-    return {split: list(islice(GeoSearch().tasks(split, seed=5), 1500)) for split in SPLITS}
 
 
 def test_splits_share_no_entity(world: World, drawn: dict[str, list[Task]]) -> None:
