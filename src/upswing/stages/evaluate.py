@@ -10,7 +10,7 @@ from upswing.evals.summary import EvalSummary, result_entry, results_table, summ
 from upswing.recipe import EvalStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext
-from upswing.stages.examples import write_examples
+from upswing.stages.examples import publish_examples
 from upswing.trajectory.types import Task, Trajectory
 from upswing.view.report import write_results
 from upswing.view.run_folder import RESULTS, read_json
@@ -89,4 +89,4 @@ def _publish(
     kept = [entry for entry in (read_json(context.out / RESULTS) or []) if entry["stage"] != stage.name]
     write_results(context.out, [*kept, *entries])
     context.progress.table(results_table(entries, title=f"{stage.name}: {stage.split}, {stage.tasks} tasks"))
-    write_examples(context, played)
+    publish_examples(context, played)

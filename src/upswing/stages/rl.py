@@ -184,11 +184,11 @@ async def _evaluate(context: RunContext, stage: RlStage, training: _Training) ->
     strict = summary.components.get(SUCCESS, summary.reward)
     values = {
         "eval_reward": summary.reward.mean,
-        f"eval_{SUCCESS}": strict.mean,
         "eval_low": strict.low,
         "eval_high": strict.high,
         "eval_tool_calls": summary.costs["tool_calls"].mean,
         "eval_recovery": summary.recovery.mean,
+        **{f"eval_{name}": interval.mean for name, interval in summary.components.items()},
     }
     context.metrics.append(stage.name, training.step, values)
     by_kind = {

@@ -64,7 +64,7 @@ def sft_rows(trajectories: Sequence[Trajectory]) -> list[TrainRow]:
             loss_mask=loss_mask(branch),
             advantage=1.0,
             engine_logprobs=branch.engine_logprobs,
-            group=number,
+            group=0,  # one group, so that the system prompt that all share is computed once a pack
             trajectory=number,
         )
         for number, trajectory in enumerate(trajectories)
