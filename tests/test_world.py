@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from upswing.errors import ConfigError
-from upswing.recipe import load_recipe
-from upswing.world import World, build_world, preflight
+from upswing.recipe import SftStage, load_recipe
+from upswing.world import World, build_world, demonstration_env, preflight
 
 NO_SFT = "stages=[{stage: rl, steps: 2}]"
 
@@ -130,3 +130,14 @@ def test_no_torch_is_needed_to_check_a_recipe(echo: Path):
     )
     done = subprocess.run([sys.executable, "-c", code, echo], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_demonstrations_may_be_played_with_other_arguments(echo: Path):
+    recipe = load_recipe(echo, ["sft.env_args={word: kilo}"])
+    stage = recipe.stages[0]
+    assert isinstance(stage, SftStage)
+    preflight(recipe)
+    assert demonstration_env(recipe, stage)().word == "kilo"  # type: ignore[attr-defined]
+    assert build_world(recipe).make_env().word == "lima"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="did you mean 'word'"):
+        preflight(load_recipe(echo, ["sft.env_args={wrd: kilo}"]))

@@ -77,8 +77,13 @@ def preflight(recipe: Recipe) -> World:
             if split not in first:
                 first[split] = _first_task(world, recipe, split, f"stages.{index}")
         if isinstance(stage, SftStage):
-            _check_expert(world, recipe, first["train"], f"stages.{index}")
+            _check_expert(recipe, stage, first["train"], f"stages.{index}")
     return world
+
+
+def demonstration_env(recipe: Recipe, stage: SftStage) -> Callable[[], Environment]:
+    """The environment that a stage's demonstrations are played in. Raises ConfigError for a wrong argument."""
+    return environment_factory(recipe.env.name, {**recipe.env.args, **stage.env_args})
 
 
 def splits_of(stage: Stage) -> tuple[str, ...]:
@@ -100,9 +105,9 @@ def _first_task(world: World, recipe: Recipe, split: str, where: str) -> Task:
     return found[0]
 
 
-def _check_expert(world: World, recipe: Recipe, task: Task, where: str) -> None:
+def _check_expert(recipe: Recipe, stage: SftStage, task: Task, where: str) -> None:
     try:
-        world.make_env().expert(task, random.Random(0))
+        demonstration_env(recipe, stage)().expert(task, random.Random(0))
     except NotImplementedError:
         raise ConfigError(
             f"{where}: sft needs demonstrations, but environment '{recipe.env.name}' has no scripted expert; "

@@ -27,7 +27,9 @@ from upswing.recipe.stages import EvalStage, SftStage, Stage
 class EnvSection(Section):
     """The environment. A plain string is its name."""
 
-    name: Text = Field(description="geo_search, lookup, tool, an import path my_pkg.env:MyEnv, or a file path/env.py:MyEnv.")
+    name: Text = Field(
+        description="geo_search, lookup, tool, an import path my_pkg.env:MyEnv, or a file path/env.py:MyEnv."
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
 
 

@@ -79,6 +79,11 @@ class SftStage(Section):
     demonstrations_seed: Int = Field(
         default=0, description="Seed of the demonstrations; stages with the same seed train on the same ones."
     )
+    env_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Environment arguments for the demonstrations only, over those of env.args; such as a larger budget "
+        "of searches for a wasteful expert.",
+    )
     min_reward: Float = Field(default=1.0, description="Demonstrations that score less are left out.")
     epochs: Count = Field(default=1, description="Passes over the demonstrations.")
     batch_size: Count = Field(default=8, description="Trajectories an update.")

@@ -82,9 +82,18 @@ class Rollouts:
         return [group.trajectories[-1] for group in groups]
 
     async def demonstrations(
-        self, tasks: Iterable[Task], *, count: int, seed: int, min_reward: float, on_done: OnDone | None = None
+        self,
+        tasks: Iterable[Task],
+        *,
+        count: int,
+        seed: int,
+        min_reward: float,
+        make_env: Callable[[], Environment] | None = None,
+        on_done: OnDone | None = None,
     ) -> tuple[list[Trajectory], list[Trajectory]]:
         """Let the environment's scripted expert play until `count` trajectories reach `min_reward`.
+
+        `make_env`: the environment to demonstrate in, when it isn't the one of the rollouts.
 
         Returns (kept, rejected). Stops early when the tasks run out, or when 20 in a row were rejected at the start.
         """
@@ -93,7 +102,7 @@ class Rollouts:
         for task in tasks:
             if len(kept) >= count or (not kept and len(rejected) >= 20):
                 break
-            env = self.make_env()
+            env = (make_env or self.make_env)()
             task_seed = derive_seed(seed, "expert", task.id)
             expert = ExpertSpeaker(expert=env.expert(task, random.Random(task_seed)))
             trajectory = await self._played(task, f"{task.id}/expert/{seed}", env, expert, task_seed)

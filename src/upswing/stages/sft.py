@@ -18,6 +18,7 @@ from upswing.stages.context import FINAL, RunContext
 from upswing.stages.graduation import Verdict, examine, flatness
 from upswing.stages.rows import sft_rows
 from upswing.trajectory.types import Trajectory
+from upswing.world import demonstration_env
 
 
 @dataclass(kw_only=True)
@@ -69,6 +70,7 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
             count=wanted,
             seed=seed,
             min_reward=stage.min_reward,
+            make_env=demonstration_env(context.recipe, stage),
             on_done=lambda trajectory: shown.advance(1),
         )
     if len(kept) < wanted:

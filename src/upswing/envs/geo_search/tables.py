@@ -21,9 +21,7 @@ NO_BORDER_QUESTION = words("XK RS ME MK AL US CU CA DK FR BR SR ES MA DZ MR NL I
 SHARED_CURRENCIES = words("NZD ILS ZAR INR MAD JOD KRW")
 """Used in other countries or territories too, although the data gives them to one country; or, as the Won, named like
 another country's."""
-NO_MAIN_LANGUAGE = words(
-    "BF BI BJ CF CV FJ FM GH GM GN GW IN KI LS MG ML MU MZ NA NE NG PG PY SB SL SN SS TG UG ZM ZW"
-)
+NO_MAIN_LANGUAGE = words("BF BI BJ CF CV FJ FM GH GM GN GW IN KI LS MG ML MU MZ NA NE NG PG PY SB SL SN SS TG UG ZM ZW")
 """The data puts the language of administration first, but another one is spoken by more people."""
 NO_OFFICIAL_NAME = words("DK NL TW")
 """The official name covers more than the country (Greenland, Aruba), or isn't its own."""
