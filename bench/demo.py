@@ -3,8 +3,9 @@
     python bench/demo.py [--quick] [--seeds 0 1 2] [--out runs/bench-demo]
 
 Each seed runs the recipe as `make demo` does, then an SFT control: more SFT over the same demonstrations, from the same
-SFT checkpoint, for as long as RL took, measured on the same test questions. `minutes` is the recipe alone: it is what
-`make demo` takes. `--quick` takes one seed and a few steps of RL, so its figures fall short.
+SFT checkpoint, for as long as RL took, measured on the same test questions. `minutes` is the recipe's stages: what
+`make demo` takes once .venv and the model are there. A run that was stopped goes on where it was. `--quick`
+takes one seed and a few steps of RL, so its figures fall short.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,15 @@ def run_seed(seed: int, out: Path, quick: bool) -> tuple[dict[str, Any], float]:
 
     recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [f"seed={seed}", *(QUICK if quick else [])])
     log = Progress(json_lines=True, min_interval_s=30)
-    started = time.perf_counter()
     run_recipe(recipe, out, log=log, resume=out.exists())
-    minutes = (time.perf_counter() - started) / 60
+    stages = read_json(out / "state.json")["stages"]
+    minutes = sum(float(stages[stage.name]["wall_s"]) for stage in recipe.stages) / 60
     data = recipe.to_dict()
     sft = next(stage for stage in data["stages"] if stage["name"] == "sft")
     test = next(stage for stage in data["stages"] if stage["name"] == "test")
     graduation = {**sft["graduation"], "enabled": False}
     control = {**sft, "name": CONTROL, "from": "sft", "time_limit_as": "rl", "graduation": graduation}
-    measured = {**test, "name": "test_control", "of": ["sft", CONTROL, "rl"]}
+    measured = {**test, "name": "test_control", "of": [CONTROL]}
     with_control = recipe_from({**data, "stages": [*data["stages"], control, measured]})
     run_recipe(with_control, out, log=log, resume=True)
     entries = read_json(out / RESULTS)
@@ -67,7 +67,8 @@ def main() -> int:
         return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
     print(describe_machine())
     runs = [
-        run_seed(seed, args.out / f"seed-{seed}", args.quick) for seed in (args.seeds[:1] if args.quick else args.seeds)
+        run_seed(seed, args.out / ("quick" if args.quick else f"seed-{seed}"), args.quick)
+        for seed in (args.seeds[:1] if args.quick else args.seeds)
     ]
 
     def over_seeds(value: Any) -> list[float]:

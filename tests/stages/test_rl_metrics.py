@@ -79,12 +79,13 @@ def test_the_rule_for_truncated_trajectories(rule: str, reward: float, trained: 
 @pytest.mark.parametrize(
     ("values", "title"),
     [
-        ({"truncated_frac": 1.0, "zero_variance_frac": 0.5}, "every trajectory is cut"),
-        ({"truncated_frac": 0.2, "zero_variance_frac": 1.0}, "no group has a reward spread"),
-        ({"truncated_frac": 0.2, "zero_variance_frac": 0.9}, None),
+        ({"truncated_frac": 1.0, "informative_frac": 0.5}, "every trajectory is cut"),
+        ({"truncated_frac": 0.2, "informative_frac": 0.0}, "no group has a reward spread"),
+        ({"truncated_frac": 0.2, "informative_frac": 0.1}, None),
     ],
 )
 def test_early_warning(values: dict[str, float], title: str | None) -> None:
     known = {"too_easy_frac": 0.0, "too_hard_frac": 1.0, "reward": 0.0}
+    known |= {"num_errored": 0, "num_unscored": 0, "num_trajectories": 4}
     found = early_warning(known | values, 1.0, 16)
     assert (found[0] if found else None) == title

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -126,7 +126,7 @@ class ToolEnv(Environment):
             self._count_invalid()
             text = self._clean(INVALID_PREFIX + parsed.error)
             return (ToolRecord(call=ToolCall(name=""), result=text, ok=False, turn=turn),)
-        jobs: list[Awaitable[ToolRecord]] = []
+        jobs: list[Coroutine[Any, Any, ToolRecord]] = []
         for call in parsed.calls:
             problem = parsed.call_errors.get(call.id) or self._problem_of(call)
             if problem is not None:

@@ -73,7 +73,7 @@ class Tool:
         if not callable(f):
             raise ConfigError(f"a tool must be a function, got {type(f).__name__} {f!r}")
         target = f.func if isinstance(f, functools.partial) else f
-        called: str = name or getattr(target, "__name__", type(target).__name__)
+        called = name or str(getattr(target, "__name__", type(target).__name__))
         if not _NAME.fullmatch(called):
             raise ConfigError(f"tool name {called!r} is not allowed: use letters, digits, _ and - (pass name=…)")
         limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s

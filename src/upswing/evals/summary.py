@@ -263,7 +263,7 @@ def _mean(values: Sequence[float]) -> float:
 def _pass_figures(
     records: Sequence[EvalRecord], success: str | None
 ) -> tuple[dict[int, float], dict[int, float], float]:
-    """pass@k and pass^k for k = 1, 2, 4, ... up to the fewest samples of any task, and the share of mixed tasks."""
+    """pass@k and pass^k for k = 1, 2, 4, ... and the fewest samples of any task, and the share of mixed tasks."""
     tallies: dict[str, list[bool]] = defaultdict(list)
     for record in records:
         value = record.reward if success is None else record.components.get(success)
@@ -273,7 +273,7 @@ def _pass_figures(
     if fewest < 2:
         return {}, {}, math.nan
     counts = [(len(tally), sum(tally)) for tally in tallies.values()]
-    ks = [2**power for power in range(fewest.bit_length()) if 2**power <= fewest]
+    ks = sorted({fewest, *(2**power for power in range(fewest.bit_length()) if 2**power <= fewest)})
     at = {k: _mean([pass_at_k(n, c, k) for n, c in counts]) for k in ks}
     hat = {k: _mean([pass_hat_k(n, c, k) for n, c in counts]) for k in ks}
     return at, hat, _mean([float(0 < c < n) for n, c in counts])

@@ -310,7 +310,7 @@ class Learner:
 
     def _minibatches(self, rows: Sequence[TrainRow], count: int) -> list[list[int]]:
         """Row indices of each minibatch: groups in random order, kept together where the cut allows."""
-        if count == 1:
+        if count == 1 or not rows:
             return [list(range(len(rows)))]
         groups = np.array([row.group for row in rows])
         order = self._rng.permutation(np.unique(groups))

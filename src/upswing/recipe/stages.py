@@ -81,8 +81,8 @@ class SftStage(Section):
     )
     env_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Environment arguments for the demonstrations only, over those of env.args; such as a larger budget "
-        "of searches for a wasteful expert.",
+        description="Environment arguments for the demonstrations only, over those of env.args, such as a larger "
+        "budget of searches for a wasteful expert.",
     )
     min_reward: Float = Field(default=1.0, description="Demonstrations that score less are left out.")
     epochs: Count = Field(default=1, description="Passes over the demonstrations.")

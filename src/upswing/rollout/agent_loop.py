@@ -9,21 +9,23 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from upswing.engine.base import Engine, FinishReason, Sampling
 from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
-from upswing.errors import EnvironmentBroken
+from upswing.errors import EnvironmentBroken, UpswingError
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.trajectory.conversation import Conversation
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import Outcome, StopReason, Task, ToolRecord, Trajectory
 from upswing.trajectory.validate import validate
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 
 COMPLETED = {StopReason.ANSWERED, StopReason.ENV_DONE}
 
@@ -58,7 +60,10 @@ class PolicySpeaker:
             return None
         sampling = replace(self.sampling, max_tokens=room, seed=derive_seed(self.seed, turn))
         request = self.engine.generate(prompt, sampling, session=self.session)
-        completion = await asyncio.wait_for(request, self.limits.turn_timeout_s)
+        try:
+            completion = await asyncio.wait_for(request, self.limits.turn_timeout_s)
+        except TimeoutError as problem:
+            raise UpswingError(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s") from problem
         text = conversation.add_completion(completion)
         # An end token exactly at the limit ends the turn, whatever reason the engine gives.
         finished = completion.finish_reason is FinishReason.STOP or conversation.ended(completion.tokens)
@@ -103,22 +108,18 @@ async def call_env(method: Callable[..., Any], *args: Any, timeout_s: float) -> 
 
     Raises EnvironmentBroken when it takes longer than `timeout_s`; whatever else it raises is passed on.
     """
-    if inspect.iscoroutinefunction(method):
-        call: Awaitable[Any] = method(*args)
-    else:
-        call = asyncio.to_thread(method, *args)
     try:
-        result = await asyncio.wait_for(call, timeout_s)
-    except TimeoutError as error:
+        result = await call_with_deadline(functools.partial(method, *args), {}, timeout_s)
+        return await asyncio.wait_for(result, timeout_s) if inspect.isawaitable(result) else result
+    except (DeadlineExceeded, TimeoutError) as error:
         raise EnvironmentBroken(f"{method.__qualname__} took longer than {timeout_s:g} s") from error
-    return await result if inspect.isawaitable(result) else result
 
 
 async def play(
     task: Task,
     *,
     trajectory_id: str,
-    env: Environment,
+    make_env: Callable[[], Environment],
     speaker: Speaker,
     renderer: ChatRenderer,
     end_tokens: tuple[int, ...],
@@ -130,18 +131,22 @@ async def play(
     started = time.perf_counter()
     error: str | None = None
     state: dict[str, Any] = {}
+    env: Environment | None = None
+    deadline = asyncio.timeout(limits.rollout_timeout_s)
     try:
-        async with asyncio.timeout(limits.rollout_timeout_s):
+        env = make_env()
+        async with deadline:
             await _turns(task, env, speaker, renderer, end_tokens, limits, seed, progress)
         state = dict(env.state())
-    except TimeoutError:
-        progress.stop_reason = StopReason.TIMEOUT
     except Exception as problem:
-        progress.stop_reason = StopReason.ERROR
-        error = f"{type(problem).__name__}: {problem}"
+        # Only the rollout's own deadline truncates, and only what had begun; any other timeout is somebody's fault.
+        if isinstance(problem, TimeoutError) and deadline.expired() and progress.turns:
+            progress.stop_reason = StopReason.TIMEOUT
+        else:
+            progress.stop_reason, error = StopReason.ERROR, f"{type(problem).__name__}: {problem}"
     finally:
         speaker.release()
-        close_error = await _close(env, limits)
+        close_error = await _close(env, limits) if env is not None else None
     if close_error and error is None:
         progress.stop_reason, error = StopReason.ERROR, close_error
     trajectory = _trajectory(task, trajectory_id, progress, speaker.source, error, state, seed, started)

@@ -6,6 +6,7 @@ Trajectories run concurrently; the engine batches their turns, and a slow tool h
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -66,8 +67,10 @@ class Rollouts:
         try:
             done = [[await job for job in row] for row in jobs]
         except BaseException:
-            for job in (job for row in jobs for job in row):
+            running = [job for row in jobs for job in row]
+            for job in running:
                 job.cancel()
+            await asyncio.gather(*running, return_exceptions=True)  # their environments close before this returns
             raise
         return [
             Group(task=task, trajectories=tuple(t for tried in row for t in tried))
@@ -105,7 +108,7 @@ class Rollouts:
             env = (make_env or self.make_env)()
             task_seed = derive_seed(seed, "expert", task.id)
             expert = ExpertSpeaker(expert=env.expert(task, random.Random(task_seed)))
-            trajectory = await self._played(task, f"{task.id}/expert/{seed}", env, expert, task_seed)
+            trajectory = await self._played(task, f"{task.id}/expert/{seed}", lambda env=env: env, expert, task_seed)  # type: ignore[misc]
             good = trajectory.reward is not None and trajectory.reward >= min_reward
             (kept if good else rejected).append(trajectory)
             if on_done and good:
@@ -115,13 +118,15 @@ class Rollouts:
     async def _sampled(self, task: Task, name: str, sampling: Sampling, seed: int) -> Trajectory:
         sampling = replace(sampling, stop_tokens=tuple(sorted({*sampling.stop_tokens, *self.end_tokens})))
         speaker = PolicySpeaker(engine=self.engine, sampling=sampling, limits=self.limits, session=name, seed=seed)
-        return await self._played(task, name, self.make_env(), speaker, seed)
+        return await self._played(task, name, self.make_env, speaker, seed)
 
-    async def _played(self, task: Task, name: str, env: Environment, speaker: Speaker, seed: int) -> Trajectory:
+    async def _played(
+        self, task: Task, name: str, make_env: Callable[[], Environment], speaker: Speaker, seed: int
+    ) -> Trajectory:
         trajectory = await play(
             task,
             trajectory_id=name,
-            env=env,
+            make_env=make_env,
             speaker=speaker,
             renderer=self.renderer,
             end_tokens=self.end_tokens,
@@ -141,4 +146,14 @@ class Rollouts:
             score = Score(value=None, reason=f"scoring took longer than {self.limits.scoring_timeout_s:g} s")
         except Exception as problem:
             score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
-        return replace(trajectory, score=score)
+        return replace(trajectory, score=_finite(score))
+
+
+def _finite(score: Score) -> Score:
+    """A component or value that is NaN or infinite couldn't be scored: None."""
+
+    def number(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    parts = {name: number(value) for name, value in score.components.items()}
+    return replace(score, value=number(score.value), components=parts)

@@ -48,15 +48,27 @@ class RunState:
 
     path: Path
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    next_version: int = 1
+    """Policy versions go up over the whole run, resumed or not, so that no two sets of weights share one."""
 
     @classmethod
     def open(cls, out: Path) -> RunState:
         path = out / STATE
-        return cls(path=path, stages=dict((read_json(path) or {}).get("stages", {})))
+        stored = read_json(path) or {}
+        return cls(path=path, stages=stored.get("stages", {}), next_version=stored.get("next_version", 1))
 
     def finish(self, name: str, **facts: Any) -> None:
         self.stages[name] = {"done": True, **facts}
-        replace_file(self.path, json.dumps({"stages": self.stages}, indent=1))
+        self._write()
+
+    def take_version(self) -> int:
+        """A policy version that was never used."""
+        version, self.next_version = self.next_version, self.next_version + 1
+        self._write()
+        return version
+
+    def _write(self) -> None:
+        replace_file(self.path, json.dumps({"stages": self.stages, "next_version": self.next_version}, indent=1))
 
     def is_done(self, name: str) -> bool:
         return bool(self.stages.get(name, {}).get("done"))
@@ -81,8 +93,6 @@ class RunContext:
     """Whether a trajectory got past a failed first attempt; None when the environment can't tell."""
     compute_dtype: torch.dtype = torch.float32
     """Of the learner's forward and backward; its master weights are fp32."""
-    next_version: int = 1
-    """Policy versions go up over the whole run, so that no two sets of weights share one."""
 
     def checkpoint(self, source: str) -> Path | None:
         """Folder of a stage's final weights; None for the base model."""
@@ -95,7 +105,7 @@ class RunContext:
 
     async def push_weights(self, weights: Mapping[str, torch.Tensor]) -> int:
         """Load weights into the engine under the next policy version -> that version."""
-        version, self.next_version = self.next_version, self.next_version + 1
+        version = self.state.take_version()
         await self.engine.update_weights(weights, version)
         return version
 

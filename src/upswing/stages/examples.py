@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from upswing.trajectory.types import Trajectory
 from upswing.view.examples import example_entry, example_from, write_examples
+from upswing.view.run_folder import EXAMPLES
 
 if TYPE_CHECKING:
     from upswing.stages.context import RunContext
@@ -16,6 +17,8 @@ NUM_GAINED = 2
 
 def publish_examples(context: RunContext, played: Mapping[str, list[Trajectory]]) -> None:
     """Write examples.json from what each checkpoint did on the same tasks (`played`: label -> trajectories)."""
+    if len(played) < 2 and (context.out / EXAMPLES).exists():
+        return  # nothing to compare: keep the examples of an earlier evaluation
     by_task = {label: {t.task.id: t for t in reversed(ts)} for label, ts in played.items()}
     labels = list(by_task)
     decode = context.rollouts.renderer.decode

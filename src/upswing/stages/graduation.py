@@ -49,8 +49,9 @@ class Verdict:
 def flatness(losses: Sequence[float], tolerance: float) -> Criterion:
     """Whether the validation loss stopped falling: its relative fall between the last two checks is below tolerance."""
     fall = (losses[-2] - losses[-1]) / losses[-2] if len(losses) > 1 and losses[-2] > 0 else math.nan
-    flat = fall < tolerance
-    seen = "measured only once" if math.isnan(fall) else f"fell by {100 * fall:.1f} % since the last check"
+    flat = abs(fall) < tolerance
+    moved = f"{'fell' if fall >= 0 else 'rose'} by {100 * abs(fall):.1f} % since the last check"
+    seen = "measured only once" if math.isnan(fall) else moved
     return Criterion(
         name="loss_fall_frac",
         value=fall,
@@ -68,10 +69,12 @@ def _least(name: str, value: float, limit: float, label: str) -> Criterion:
 
 def diversity(summary: EvalSummary, format_valid: float, entropy: float, rules: Graduation) -> tuple[Criterion, ...]:
     """The criteria that need samples: `pass_k` of them for each task."""
-    first, many = summary.pass_at_k.get(1, math.nan), summary.pass_at_k.get(rules.pass_k, math.nan)
+    # The most samples that every task has: an errored one makes it fewer than pass_k.
+    most = max(summary.pass_at_k, default=1)
+    first, many = summary.pass_at_k.get(1, math.nan), summary.pass_at_k.get(most, math.nan)
     return (
         _least("format_valid_frac", format_valid, rules.min_format_valid, "share in the right format"),
-        _least("passk_gain", many - first, rules.min_passk_gain, f"pass@{rules.pass_k} minus pass@1"),
+        _least("passk_gain", many - first, rules.min_passk_gain, f"pass@{most} minus pass@1"),
         _least("entropy", entropy, rules.min_entropy, "entropy in nats"),
         _least("mixed_frac", summary.mixed_frac, rules.min_mixed_frac, "share of tasks solved by some samples only"),
     )
@@ -79,12 +82,8 @@ def diversity(summary: EvalSummary, format_valid: float, entropy: float, rules: 
 
 def is_well_formed(trajectory: Trajectory) -> bool:
     """The agent followed the protocol to its end: an answer where it belongs, and no invalid call on the way."""
-    records = trajectory.tool_records
-    return (
-        trajectory.outcome is Outcome.COMPLETED
-        and trajectory.answer is not None
-        and all(record.ok for record in records)
-    )
+    followed = record_of(trajectory).invalid_calls == 0
+    return trajectory.outcome is Outcome.COMPLETED and trajectory.answer is not None and followed
 
 
 async def examine(context: RunContext, rules: Graduation, stage: str, step: int, flat: Criterion) -> Verdict:

@@ -34,6 +34,8 @@ class _Training:
     step: int = 0
     """Finished steps."""
     saved: int = 0
+    updating: bool = False
+    """From the start of an update until its step counts as finished: not to be saved."""
     bad_steps: int = 0
     """Steps in a row, from the first on, in which nothing could be learned."""
     train_s: float = 0.0
@@ -44,7 +46,7 @@ async def run_rl(context: RunContext, stage: RlStage, index: int) -> dict[str, A
     """Train and save the final weights -> facts for state.json. Goes on from the last checkpoint of a killed run."""
     training = _start(context, stage, index)
     await context.push_weights(training.learner.weights())
-    if training.step == 0:
+    if not any("eval_reward" in row and row["step"] == training.step for row in context.metrics.read(stage.name)):
         await _evaluate(context, stage, training)
     with context.progress.task(stage.name, total=stage.steps, unit="step") as shown:
         shown.update(training.step)
@@ -52,9 +54,11 @@ async def run_rl(context: RunContext, stage: RlStage, index: int) -> dict[str, A
             while not _is_over(stage, training):
                 await _step(context, stage, training, shown)
                 training.step += 1
+                training.updating = False
                 await _after_step(context, stage, training)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            _save(context, stage, training)
+            if not training.updating:
+                _save(context, stage, training)
             raise
     training.learner.save(training.folder / FINAL, tokenizer=context.loaded.tokenizer)
     return {"steps": training.step, "train_s": round(training.train_s, 1)}
@@ -72,6 +76,7 @@ async def _step(context: RunContext, stage: RlStage, training: _Training, shown:
     groups = await _rollout(context, stage, tasks, training.step)
     rollout_s = time.perf_counter() - started
     rows, rewards, advantages = rl_rows(groups, truncated=stage.truncated, normalize_std=stage.normalize_std)
+    training.updating = True
     update = training.learner.rl_update(rows, **_loss_options(stage))
     await context.push_weights(training.learner.weights())
     step_s = time.perf_counter() - started
@@ -170,13 +175,12 @@ def _report(
 async def _after_step(context: RunContext, stage: RlStage, training: _Training) -> None:
     if stage.save_every and training.step % stage.save_every == 0:
         _save(context, stage, training)
-    if stage.eval_every and training.step % stage.eval_every == 0:
-        await _evaluate(context, stage, training)
+    await _evaluate(context, stage, training)
 
 
 async def _evaluate(context: RunContext, stage: RlStage, training: _Training) -> None:
     """Greedy success on fixed dev tasks."""
-    if not stage.eval_every:
+    if not stage.eval_every or training.step % stage.eval_every:
         return
     tasks = context.tasks.take("dev", derive_seed(context.recipe.seed, "dev", "rl"), stage.eval_tasks)
     label = f"{stage.name}: dev after step {training.step}"
@@ -208,7 +212,7 @@ def _start(context: RunContext, stage: RlStage, index: int) -> _Training:
         lr=stage.lr,
         weight_decay=stage.weight_decay,
         grad_clip=stage.grad_clip,
-        schedule=Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps * _updates(stage)),
+        schedule=Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps),
         max_tokens_per_pack=stage.max_tokens_per_pack,
         compute_dtype=context.compute_dtype,
         ref_model=context.source_model(source) if stage.kl_coef else None,
@@ -224,10 +228,6 @@ def _start(context: RunContext, stage: RlStage, index: int) -> _Training:
     context.metrics.truncate_after(stage.name, training.step if newest else -1)
     context.store.discard_after(stage.name, training.step)
     return training
-
-
-def _updates(stage: RlStage) -> int:
-    return stage.minibatches * stage.updates_per_batch
 
 
 def _save(context: RunContext, stage: RlStage, training: _Training) -> None:

@@ -51,11 +51,14 @@ def _group_shares(
 ) -> dict[str, float]:
     """Shares of groups without a reward spread, split into too easy (all at the batch's best) and too hard."""
     flat: list[float] = []
+    informative = 0
     start = 0
     for group in groups:
         stop = start + len(group.trajectories)
         scored = [reward for reward in rewards_B[start:stop] if not math.isnan(reward)]
-        if scored and not any(advantages_B[start:stop]):
+        if any(advantages_B[start:stop]):
+            informative += 1
+        elif scored:
             flat.append(scored[0])
         start = stop
     known = [reward for reward in rewards_B if not math.isnan(reward)]
@@ -63,6 +66,7 @@ def _group_shares(
     easy = sum(reward >= best and reward > 0 for reward in flat)
     count = max(1, len(groups))
     return {
+        "informative_frac": informative / count,
         "zero_variance_frac": len(flat) / count,
         "too_easy_frac": easy / count,
         "too_hard_frac": (len(flat) - easy) / count,
@@ -77,10 +81,14 @@ def early_warning(values: dict[str, float], truncated_limit: float, turn_tokens:
             f"{100 * values['truncated_frac']:.0f} % of the trajectories were truncated",
             f"Raise limits.turn_tokens (now {turn_tokens}) or the environment's turns, or run SFT first.",
         )
-    if values["zero_variance_frac"] >= 1.0:
+    if values["informative_frac"] == 0:
         easy = values["too_easy_frac"] > values["too_hard_frac"]
+        evidence = f"mean reward {values['reward']:.3g}, every advantage 0"
+        lost = values["num_errored"] + values["num_unscored"]
+        if lost:
+            evidence += f", {lost:.0f} of {values['num_trajectories']:.0f} trajectories errored or unscored"
         remedy = "Use harder tasks." if easy else "Use easier tasks, a larger group_size, or run SFT first."
-        return ("no group has a reward spread", f"mean reward {values['reward']:.3g}, all advantages 0", remedy)
+        return ("no group has a reward spread", evidence, remedy)
     return None
 
 

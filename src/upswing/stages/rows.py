@@ -9,21 +9,23 @@ import torch
 from upswing.algo.advantage import group_relative
 from upswing.learn.rows import TrainRow
 from upswing.trajectory.masks import loss_mask
-from upswing.trajectory.types import Group, Outcome, Trajectory
+from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
 
 UNSCORED = float("nan")
 
 
 def reward_of(trajectory: Trajectory, truncated: str) -> float:
-    """The reward that enters the baseline; NaN when the trajectory doesn't: errored, cancelled or unscored.
+    """The reward that enters the baseline; NaN when the trajectory doesn't: errored, cancelled, unscored, out of time.
 
     `truncated` is the recipe's rule for truncated trajectories: `as_is` and `mask` keep the score, `zero` makes it 0.
     """
-    if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
+    if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED) or trajectory.reward is None:
         return UNSCORED
+    if trajectory.stop_reason is StopReason.TIMEOUT:
+        return UNSCORED  # a slow machine or tool is not the agent's fault
     if trajectory.outcome is Outcome.TRUNCATED and truncated == "zero":
         return 0.0
-    return UNSCORED if trajectory.reward is None else trajectory.reward
+    return trajectory.reward
 
 
 def rl_rows(

@@ -51,6 +51,9 @@ async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str,
         limit_s=_limit_s(context, stage),
         total=total,
     )
+    if training.validation and stage.graduation.enabled:
+        training.losses.append(training.learner.sft_loss(training.validation))
+        context.metrics.append(stage.name, 0, {"validation_loss": training.losses[-1]})
     await _train(context, stage, training)
     folder = context.out / "checkpoints" / stage.name / FINAL
     training.learner.save(folder, tokenizer=context.loaded.tokenizer)
