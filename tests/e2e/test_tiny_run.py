@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from upswing.learn.learner import Learner
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import Recipe, load_recipe
@@ -115,6 +117,37 @@ def test_a_stopped_run_resumes_to_the_same_weights(finished: Path, tmp_path: Pat
         [[row[k] for k in keys] for row in MetricsLog(run).read("rl") if "train_s" in row] for run in (finished, out)
     ]
     assert json.dumps(series[0]) == json.dumps(series[1])
+
+
+def test_an_interruption_in_the_middle_of_an_update_saves_nothing_half_done(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Learner.rl_update
+    calls = 0
+
+    def interrupted(self: Learner, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = whole(self, *args, **options)
+        if calls == 2:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Learner, "rl_update", interrupted)
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(short_recipe("rl.save_every=0"), out, log=Progress(quiet=True))
+    assert not list((out / "checkpoints" / "rl").glob("step-*"))
+    monkeypatch.undo()
+    run_recipe(short_recipe("rl.save_every=0"), out, resume=True, log=Progress(quiet=True))
+    expected, resumed = weights(finished, "rl"), weights(out, "rl")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    versions = [
+        int(branch.policy_version.max())
+        for one in TrajectoryStore(out / "trajectories").read(stage="rl")
+        for branch in one.trajectory.branches
+    ]
+    assert min(versions) >= 2, "versions of the interrupted run aren't used again"
 
 
 def _wait_for(path: Path, process: subprocess.Popen[bytes], seconds: float = 240) -> None:

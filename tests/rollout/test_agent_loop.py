@@ -218,3 +218,29 @@ async def test_the_same_task_twice_in_a_batch_is_played_apart() -> None:
     groups = await parts.groups([TASK, TASK], size=2, sampling=Sampling(), seed=0)
     played = [t for group in groups for t in group.trajectories]
     assert len({t.id for t in played}) == 4 and len({t.seed for t in played}) == 4
+
+
+async def test_a_hung_engine_is_an_error_and_not_a_truncation() -> None:
+    parts = rollouts(["one"], turn_timeout_s=0.1)
+    parts.engine.delay_s = 1.0  # type: ignore[attr-defined]
+    trajectory = await play_one(parts)
+    assert trajectory.outcome is Outcome.ERRORED and trajectory.reward is None
+    assert "longer than 0.1 s" in (trajectory.error or "")
+
+
+async def test_an_environment_that_cannot_be_made_is_an_error() -> None:
+    class Unmakeable(Echo):
+        def __init__(self) -> None:
+            raise ConnectionError("no database")
+
+    trajectory = await play_one(rollouts(["done"], env=Unmakeable))
+    assert trajectory.outcome is Outcome.ERRORED and "no database" in (trajectory.error or "")
+
+
+async def test_a_score_that_is_not_a_number_is_no_score() -> None:
+    class Nan:
+        async def score(self, episode: Episode) -> Score:
+            return Score(value=float("nan"), components={"x": float("inf"), "y": 1.0})
+
+    score = (await play_one(rollouts(["done"], rubric=Nan()))).score
+    assert score is not None and score.value is None and score.components == {"x": None, "y": 1.0}
