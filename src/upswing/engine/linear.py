@@ -22,7 +22,7 @@ class FewRowsLinear(torch.nn.Linear):
         if rows > MAX_ROWS:
             return F.linear(input, self.weight, self.bias)
         flat = input.reshape(rows, input.shape[-1])
-        out = torch.mm(self.weight, flat.t()).t()
+        out = torch.mm(self.weight, flat.t()).t().contiguous()
         if self.bias is not None:
             out = out + self.bias
         return out.reshape(*input.shape[:-1], self.out_features)

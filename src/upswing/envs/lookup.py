@@ -58,7 +58,9 @@ class Lookup(ToolEnv):
             raise ConfigError(
                 f"lookup has no split '{split}'; allowed: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
             )
-        rng = random.Random(f"lookup {split} {seed}")
+        return self._drawn(split, random.Random(f"lookup {split} {seed}"))
+
+    def _drawn(self, split: str, rng: random.Random) -> Iterator[Task]:
         plain, aliased = ([e for e in _episodes(split) if bool(e[1]) is alias] for alias in (False, True))
         draws = {False: _passes(plain, rng), True: _passes(aliased, rng)}
         while True:
