@@ -119,7 +119,8 @@ def _batches(rows: Sequence[TrainRow], size: int, seed: int) -> Iterator[list[Tr
 
 async def _train(context: RunContext, stage: SftStage, training: _Training) -> None:
     batches = _batches(training.rows, stage.batch_size, derive_seed(context.recipe.seed, stage.name))
-    with context.progress.task(stage.name, total=training.total, unit="update") as shown:
+    total = training.total if training.limit_s is None else None
+    with context.progress.task(stage.name, total=total, unit="update") as shown:
         while not _is_over(training):
             started = time.perf_counter()
             metrics = training.learner.sft_update(next(batches))
