@@ -98,12 +98,12 @@ class Rollouts:
 
         `make_env`: the environment to demonstrate in, when it isn't the one of the rollouts.
 
-        Returns (kept, rejected). Stops early when the tasks run out, or when 20 in a row were rejected at the start.
+        Returns (kept, rejected). Stops early when the tasks run out, or when about nine in ten are rejected.
         """
         kept: list[Trajectory] = []
         rejected: list[Trajectory] = []
         for task in tasks:
-            if len(kept) >= count or (not kept and len(rejected) >= 20):
+            if len(kept) >= count or len(rejected) >= 20 + 9 * len(kept):
                 break
             env = (make_env or self.make_env)()
             task_seed = derive_seed(seed, "expert", task.id)

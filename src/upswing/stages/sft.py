@@ -77,10 +77,12 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
             on_done=lambda trajectory: shown.advance(1),
         )
     if len(kept) < wanted:
+        errors = [t.error for t in rejected if t.error]
+        broken = f"; {len(errors)} errored, the first with {errors[0]}" if errors else ""
         raise ConfigError(
             f"stages.{stage.name}.demonstrations: asked for {wanted} (validation included), but only {len(kept)} of "
             f"{len(kept) + len(rejected)} expert trajectories reached reward {stage.min_reward:g}; lower min_reward or "
-            f"demonstrations, or mend the expert"
+            f"demonstrations, or mend the expert{broken}"
         )
     context.store.append(stage.name, 0, kept)
     context.note(f"{stage.name}: {wanted} demonstrations kept, {len(rejected)} rejected below {stage.min_reward:g}")
