@@ -154,3 +154,10 @@ def test_version_and_unknown_options():
     assert result.exit_code == 0 and result.stdout.startswith(package)
     assert CliRunner().invoke(app, ["run", "--nope"]).exit_code == 2
     assert CliRunner().invoke(app, ["nope"]).exit_code == 2
+
+
+def test_dry_run_names_a_model_that_is_not_there(echo: Path, runs: Runs):
+    result = upswing(echo, "model=tinny", "--dry-run")
+    assert result.exit_code == 2
+    assert "did you mean 'tiny'?" in result.output
+    assert not runs.calls

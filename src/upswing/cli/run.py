@@ -33,6 +33,9 @@ def run_command(
 
         preflight(config)
         if dry_run:
+            from upswing.models.load import resolve_model
+
+            resolve_model(config.model, download=False)
             typer.echo(config.dump(), nl=False)
             return
         from upswing.monitor.progress import Progress
