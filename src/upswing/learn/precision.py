@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 
 import torch
+
+from upswing.engine.weights import compute_dtype
 
 
 @cache
 def native_bf16(device: str = "cpu") -> bool:
     """Whether the device multiplies bf16 in hardware; emulated bf16 is slower than fp32."""
-    if device.startswith("cuda"):
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False  # not Linux: fp32 is always right
-    return "amx_bf16" in flags or "avx512_bf16" in flags
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        return False
+    return compute_dtype(torch.device(device)) is torch.bfloat16
 
 
 def compute_context(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:

@@ -113,7 +113,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         max_slots=recipe.engine.max_slots,
         max_context=recipe.engine.max_context,
         prefill_chunk=recipe.engine.prefill_chunk,
-        dtype=compute_dtype(recipe.engine.dtype),
+        dtype=explicit_dtype(recipe.engine.dtype),
     )
     limits = recipe.limits
     rollouts = Rollouts(
@@ -139,15 +139,14 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         metrics=MetricsLog(out),
         state=RunState.open(out),
         recovered=world.make_env().recovered,
-        compute_dtype=compute_dtype(recipe.learner.dtype),
+        compute_dtype=explicit_dtype(recipe.learner.dtype)
+        or (torch.bfloat16 if native_bf16(loaded.model.device.type) else torch.float32),
     )
 
 
-def compute_dtype(name: str) -> torch.dtype:
-    """`auto` is bfloat16 where the processor multiplies it in hardware, float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if native_bf16() else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+def explicit_dtype(name: str) -> torch.dtype | None:
+    """None for `auto`: the engine and the learner then choose by the device that they compute on."""
+    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _environment(recipe: Recipe) -> dict[str, Any]:
