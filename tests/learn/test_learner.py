@@ -22,9 +22,9 @@ class Recorder(Learner):
         super().__init__(*args, **{"lr": 1e-3, **kwargs})
         self.steps = []
 
-    def _apply_gradient(self, tally, counts):
+    def _apply_gradient(self, tally):
         self.steps.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-        super()._apply_gradient(tally, counts)
+        super()._apply_gradient(tally)
 
 
 def rl_gradient(rows, max_tokens=10_000, model=None, **options):

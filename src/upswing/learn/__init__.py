@@ -1,7 +1,8 @@
 """Learning: rows in, better weights out. Packed forward, optimizer, checkpoints, precision."""
 
-from upswing.learn.learner import Learner, RLOptions, frozen_copy
+from upswing.learn.learner import Learner, frozen_copy
 from upswing.learn.metrics import Mean, UpdateMetrics
+from upswing.learn.options import RLOptions
 from upswing.learn.precision import native_bf16
 from upswing.learn.rows import TrainRow
 from upswing.learn.schedule import Schedule

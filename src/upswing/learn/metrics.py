@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -31,10 +31,13 @@ class Mean:
 
 @dataclass(kw_only=True)
 class Tally:
-    """Means over loss tokens by name, and maxima."""
+    """One update's means over loss tokens by name, maxima and counts."""
 
+    lr: float = math.nan
+    seconds: float = math.nan
     means: dict[str, Mean] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, name: str, values_N: torch.Tensor) -> None:
         self.means[name] = self.means.get(name, Mean()) + Mean.of(values_N)
@@ -97,8 +100,9 @@ class UpdateMetrics:
         return {name: value.value if isinstance(value, Mean) else float(value) for name, value in values.items()}
 
 
-def update_metrics(tally: Tally, counts: Mapping[str, int], lr: float, seconds: float) -> UpdateMetrics:
-    """Put an update's tally and counts together."""
+def update_metrics(tally: Tally) -> UpdateMetrics:
+    """Read an update's tally."""
+    counts = tally.counts
     return UpdateMetrics(
         loss=tally.mean("loss").value,
         grad_norm=tally.mean("grad_norm").value,
@@ -121,6 +125,6 @@ def update_metrics(tally: Tally, counts: Mapping[str, int], lr: float, seconds: 
         num_steps=counts["steps"],
         num_steps_skipped=counts["steps_skipped"],
         num_nonfinite=counts["nonfinite"],
-        lr=lr,
-        seconds=seconds,
+        lr=tally.lr,
+        seconds=tally.seconds,
     )

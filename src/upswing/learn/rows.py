@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upswing.trajectory.types import BoolT, Branch, Float32T, Int32T
+from upswing.trajectory.types import BoolT, Branch, Float32T, Int16T, Int32T
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,6 +27,10 @@ class TrainRow:
     """One for the whole row, or [T] per token (read at loss tokens only). Unused by SFT."""
     engine_logprobs: Float32T | None = None
     """[T] the sampler's log-probs, NaN where there is none; None: nowhere."""
+    turn: Int16T | None = None
+    """[T] turn index; None: all of it is turn 0."""
+    policy_version: Int32T | None = None
+    """[T] weight version that sampled the token; None: unknown."""
     group: int = 0
     """Rows of one group are packed together, so that a prompt that they share is computed once."""
     trajectory: int = -1
@@ -34,7 +38,8 @@ class TrainRow:
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        arrays = {"loss_mask": self.loss_mask, "engine_logprobs": self.engine_logprobs}
+        names = ("loss_mask", "engine_logprobs", "turn", "policy_version")
+        arrays = {name: getattr(self, name) for name in names}
         if isinstance(self.advantage, np.ndarray):
             arrays["advantage"] = self.advantage
         for name, array in arrays.items():
@@ -53,6 +58,8 @@ class TrainRow:
             loss_mask=branch.sampled,
             advantage=advantage,
             engine_logprobs=branch.engine_logprobs,
+            turn=branch.turn,
+            policy_version=branch.policy_version,
             group=group,
             trajectory=trajectory,
         )
@@ -78,6 +85,10 @@ class FlatBatch:
     """float32."""
     engine_logprobs_N: torch.Tensor
     """float32, NaN where unknown."""
+    turn_N: torch.Tensor
+    """int64: turn index."""
+    policy_version_N: torch.Tensor
+    """int64: -1 where unknown."""
     start_B: np.ndarray
     """int64 [B]: slot of each row's first loss token."""
 
@@ -103,12 +114,17 @@ def flatten(rows: Sequence[TrainRow]) -> FlatBatch:
     row_N = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
     advantage_N = np.empty(len(row_N), np.float32)
     engine_N = np.full(len(row_N), np.nan, np.float32)
+    turn_N, version_N = np.zeros(len(row_N), np.int64), np.full(len(row_N), -1, np.int64)
     start_B = np.cumsum(counts) - counts
     for row, found, start in zip(rows, positions, start_B, strict=True):
         slots = slice(int(start), int(start) + len(found))
         advantage_N[slots] = row.advantage[found] if isinstance(row.advantage, np.ndarray) else row.advantage
         if row.engine_logprobs is not None:
             engine_N[slots] = row.engine_logprobs[found]
+        if row.turn is not None:
+            turn_N[slots] = row.turn[found]
+        if row.policy_version is not None:
+            version_N[slots] = row.policy_version[found]
     bad = np.flatnonzero(~np.isfinite(advantage_N))
     if len(bad):
         raise ValueError(f"row {row_N[bad[0]]} has advantage {advantage_N[bad[0]]}; it must be finite (unscored: 0)")
@@ -118,6 +134,8 @@ def flatten(rows: Sequence[TrainRow]) -> FlatBatch:
         sequence_N=torch.from_numpy(_sequence_ids(rows)[row_N]),
         advantages_N=torch.from_numpy(advantage_N),
         engine_logprobs_N=torch.from_numpy(engine_N),
+        turn_N=torch.from_numpy(turn_N),
+        policy_version_N=torch.from_numpy(version_N),
         start_B=start_B,
     )
 

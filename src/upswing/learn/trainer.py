@@ -1,0 +1,150 @@
+"""What every trained model has, policy, critic or reward model: weights, optimizer, schedule, clipping, checkpoints.
+
+denominators over the whole minibatch -> pack -> forward, backward per pack -> clip -> step
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from upswing.learn.checkpoint import load_checkpoint, save_checkpoint
+from upswing.learn.metrics import Tally
+from upswing.learn.modes import mode
+from upswing.learn.packing import Pack
+from upswing.learn.precision import compute_context
+from upswing.learn.schedule import Schedule
+from upswing.models.attention import use_upswing_attention
+
+Objective = Callable[[Pack], torch.Tensor]
+"""A pack -> its share of the loss, a scalar with gradient; shares add up to the same however rows are cut."""
+
+
+class Trainer:
+    """Trains one model. Weights and optimizer state are float32; `compute_dtype` is used by autocast only."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        grad_clip: float = 1.0,
+        schedule: Schedule | None = None,
+        max_tokens_per_pack: int = 4096,
+        compute_dtype: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        version: int = 0,
+    ) -> None:
+        """`model`: its weights that require a gradient are trained in place.
+
+        `lr` is the peak, `schedule` its factor by update (constant by default). `grad_clip` bounds the gradient's norm.
+        `version`: where to count updates from.
+        """
+        use_upswing_attention(model)
+        self.model = model
+        self.version = version
+        """Updates that changed the weights."""
+        self.updates = 0
+        """Updates asked for, skipped ones included; the schedule goes by it."""
+        self.max_tokens_per_pack = max_tokens_per_pack
+        if gradient_checkpointing:
+            # The older name warns in newer transformers.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        self._lr, self._grad_clip, self._schedule = lr, grad_clip, schedule or Schedule()
+        self._compute_dtype = compute_dtype
+        self._rng = np.random.default_rng(seed)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.device = self._parameters[0].device
+        self._optimizer = _make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self._lr * self._schedule(self.updates)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The compute precision of a forward."""
+        return compute_context(self.device.type, self._compute_dtype)
+
+    @contextmanager
+    def update(self) -> Iterator[Tally]:
+        """Around the steps of one update: training mode, learning rate, version, wall time."""
+        started, tally = time.perf_counter(), Tally(lr=self.lr)
+        for group in self._optimizer.param_groups:
+            group["lr"] = tally.lr
+        try:
+            with mode(self.model, training=True):
+                yield tally
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        self.version += 1 if tally.counts["steps"] else 0
+        tally.seconds = time.perf_counter() - started
+
+    def step(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> None:
+        """Forward and backward of every pack, then one optimizer step if there is a finite gradient."""
+        if not packs:
+            tally.counts["steps_skipped"] += 1
+            return
+        total = 0.0
+        for one in packs:
+            part = objective(one)
+            torch.autograd.backward(part)
+            total += float(part.detach())
+            tally.counts["tokens"] += one.num_tokens
+        tally.add_value("loss", total)
+        self._apply_gradient(tally)
+
+    def _apply_gradient(self, tally: Tally) -> None:
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
+        if math.isfinite(norm):
+            tally.add_value("grad_norm", norm)
+            self._optimizer.step()
+            tally.counts["steps"] += 1
+        else:
+            tally.counts["steps_skipped"] += 1
+            tally.counts["nonfinite"] += 1
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
+        """Write a Hugging Face model folder plus `learner_state.pt`; `path` appears whole or not at all."""
+        state = {
+            "version": self.version,
+            "updates": self.updates,
+            "optimizer": self._optimizer.state_dict(),
+            "numpy_rng": self._rng.bit_generator.state,
+            "torch_rng": torch.get_rng_state(),
+        }
+        save_checkpoint(Path(path), self.model, tokenizer, state)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from what `save` wrote, bit for bit; torch's global generator is set back too.
+
+        Raises ConfigError when `path` isn't such a folder or holds another model.
+        """
+        state = load_checkpoint(Path(path), self.model)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.version, self.updates = state["version"], state["updates"]
+        self._rng.bit_generator.state = state["numpy_rng"]
+        torch.set_rng_state(state["torch_rng"])
+
+
+def _make_optimizer(
+    parameters: Sequence[torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.Optimizer:
+    """Fused AdamW; norms and biases aren't decayed."""
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, fused=True)
