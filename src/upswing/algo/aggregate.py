@@ -1,7 +1,11 @@
-"""From per-token losses to one number, the same however the batch is cut into micro-batches.
+"""From per-token losses to one number, the same however the batch is cut into micro-batches or ranks.
 
 A mode is turned into one weight per loss token over the *global* batch. The loss of the batch is then
-`(token_weights_N * loss_N).sum()`, and any split of that sum over micro-batches or ranks adds up to the same.
+`(token_weights_N * loss_N).sum()`, and any split of that sum over micro-batches or ranks adds up to the same: ranks
+*sum* their gradients (a mean over R ranks must be multiplied by R), and nothing divides by the accumulation steps.
+
+Every sequence with a loss token counts in the denominators, advantage 0 included, and so does its KL term: that is the
+published formula. To leave groups without preference out of both, drop them whole (`informative_groups`).
 """
 
 from __future__ import annotations
@@ -28,7 +32,14 @@ def check_aggregation(mode: str, norm_length: float | None = None) -> None:
         raise ConfigError(f"norm_length has no effect with aggregation '{mode}'; remove it")
 
 
-def token_weights(sequence_N: torch.Tensor, *, mode: str, norm_length: float | None = None) -> torch.Tensor:
+def token_weights(
+    sequence_N: torch.Tensor,
+    *,
+    mode: str,
+    norm_length: float | None = None,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+) -> torch.Tensor:
     """Weight of each loss token of the global batch, float32 [N].
 
     `sequence_N` [N] integer: which sequence (trajectory) the token is of, in any order. A sequence without loss tokens
@@ -39,20 +50,29 @@ def token_weights(sequence_N: torch.Tensor, *, mode: str, norm_length: float | N
     - `seq-mean-token-sum`: 1 / S
     - `seq-mean-token-sum-norm`: 1 / (S L) (Dr. GRPO); L is a constant, not the longest of the batch
 
-    Raises ConfigError as `check_aggregation`.
+    `num_tokens` and `num_sequences`: N and S of the global batch, for a rank that holds part of it (both summed over
+    ranks; all tokens of a sequence must be on one rank). Left out: `sequence_N` is the whole batch. A batch without
+    loss tokens has no weights, so its loss is 0. Raises ConfigError as `check_aggregation`.
     """
     check_aggregation(mode, norm_length)
-    num_tokens = sequence_N.numel()
-    if num_tokens == 0:
-        return torch.zeros(0, dtype=torch.float32, device=sequence_N.device)
     _, index_N, length_S = torch.unique(sequence_N, return_inverse=True, return_counts=True)
-    num_sequences = length_S.numel()
-    if mode == "token-mean":
-        weights_N = torch.full((num_tokens,), 1.0 / num_tokens, dtype=torch.float64, device=sequence_N.device)
-    elif mode == "seq-mean-token-mean":
-        weights_N = 1.0 / (num_sequences * length_S[index_N].to(torch.float64))
-    else:
-        length = norm_length if norm_length is not None else 1.0
-        value = 1.0 / (num_sequences * length)
-        weights_N = torch.full((num_tokens,), value, dtype=torch.float64, device=sequence_N.device)
-    return weights_N.to(torch.float32)
+    num_tokens = sequence_N.numel() if num_tokens is None else num_tokens
+    num_sequences = length_S.numel() if num_sequences is None else num_sequences
+    size_N = torch.ones(sequence_N.shape, dtype=torch.float64, device=sequence_N.device)
+    if mode == "seq-mean-token-mean":
+        size_N = length_S[index_N].to(torch.float64)
+    total = num_tokens if mode == "token-mean" else num_sequences * (norm_length or 1.0)
+    return (1.0 / (size_N * total)).to(torch.float32)
+
+
+def segment_sums(values_N: torch.Tensor, segment_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of `values_N` over the tokens with the same integer id, and how many they are, both at each token [N]."""
+    ids, index_N, count_S = torch.unique(segment_N, return_inverse=True, return_counts=True)
+    total_S = values_N.new_zeros(len(ids)).index_add(0, index_N, values_N)
+    return total_S[index_N], count_S[index_N]
+
+
+def turn_ids(sequence_N: torch.Tensor, turn_N: torch.Tensor) -> torch.Tensor:
+    """One id per (sequence, turn), int64 [N]; `turn_N` is not negative."""
+    index_N = torch.unique(sequence_N, return_inverse=True)[1]
+    return index_N * (int(turn_N.max()) + 1 if len(turn_N) else 1) + turn_N

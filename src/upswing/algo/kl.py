@@ -1,4 +1,4 @@
-"""Per-token KL estimators from samples of the policy, and which of them may be a loss.
+"""Per-token KL estimators from samples of the policy, and which of them may be a loss or a reward.
 
 With l = policy - ref log-prob: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l (Schulman, "Approximating KL divergence").
 What an estimator is worth as a *value* and as a *loss* differ (arXiv 2512.21852):
@@ -9,9 +9,15 @@ What an estimator is worth as a *value* and as a *loss* differ (arXiv 2512.21852
 | k2 | biased | exactly that of KL(policy, ref) |
 | k3 | KL(policy, ref), unbiased, >= 0 | that of KL(ref, policy): another objective |
 | ratio * k3 (`k3_ratio`) | the same | exactly that of KL(policy, ref), also when samples are from the old policy |
+| k1 in the *reward* | - | exactly that of KL(policy, ref), through the policy gradient |
+
+Far from the reference (|l| > 20, `kl_clamped`) the value of k3 stops at e^20 - 21 and its gradient is 0: a policy that
+has collapsed is no longer pulled back. k2 and k3_ratio keep their gradient, l and ratio * l, at any distance.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -69,4 +75,40 @@ def kl_loss(
         return kl_k3(policy_logprobs_N, ref_logprobs_N)
     if old_logprobs_N is None:
         raise ValueError("kl estimator 'k3_ratio' needs old_logprobs_N")
-    return safe_ratio(policy_logprobs_N, old_logprobs_N) * kl_k3(policy_logprobs_N, ref_logprobs_N)
+    # d(ratio k3) = ratio l d(policy) in closed form: autograd would lose the cancelling half where k3 is clamped.
+    ratio_N, fixed_N = safe_ratio(policy_logprobs_N, old_logprobs_N).detach(), policy_logprobs_N.detach()
+    slope_N = ratio_N * kl_k1(fixed_N, ref_logprobs_N)
+    return ratio_N * kl_k3(fixed_N, ref_logprobs_N) + slope_N * (policy_logprobs_N - fixed_N)
+
+
+def kl_reward(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, *, estimator: str = "k1") -> torch.Tensor:
+    """The KL of each token to subtract from its reward, times a coefficient: k1, without gradient, [N].
+
+    `logprobs_N`: of the policy that sampled (old_logprobs). Raises ConfigError for any other estimator: the policy
+    gradient leaves out the gradient of the reward itself, and only k1's is zero in expectation.
+    """
+    if estimator != "k1":
+        raise ConfigError(
+            f"kl_estimator is '{estimator}' with the KL in the reward; only 'k1' has the right gradient there; "
+            "use it, or put the KL in the loss"
+        )
+    return kl_k1(logprobs_N.detach(), ref_logprobs_N)
+
+
+def kl_clamped(policy_logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """bool [N]: |policy - ref| is beyond the clamp. Any at all is worth an alarm."""
+    return kl_k1(policy_logprobs_N.detach(), ref_logprobs_N).abs() > MAX_LOG_RATIO
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+    """The next KL coefficient (Ziegler et al., arXiv 1909.08593): coef (1 + clip(kl / target - 1, +-0.2) n / horizon).
+
+    `kl`: mean over the batch, in the unit of `target`; NaN leaves the coefficient. n: samples since the last step, at
+    most `horizon`. Raises ConfigError unless target and horizon are above 0.
+    """
+    if not (target > 0 and horizon > 0):
+        raise ConfigError(f"kl target is {target} and horizon {horizon}; both must be above 0, such as 0.1 and 10000")
+    if math.isnan(kl):
+        return coef
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * min(num_samples / horizon, 1.0))
