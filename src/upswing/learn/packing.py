@@ -10,6 +10,7 @@ Axis letters: N tokens of a pack, M loss tokens predicted in a pack.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -85,16 +86,20 @@ class _Unit:
     """An upper bound on the tokens that they take."""
 
 
-def pack(rows: Sequence[TrainRow], max_tokens: int, include: Sequence[int] | None = None) -> list[Pack]:
+def pack(
+    rows: Sequence[TrainRow], max_tokens: int, include: Sequence[int] | None = None, *, keep_groups: bool = False
+) -> list[Pack]:
     """Lay out `rows` in packs of at most `max_tokens` tokens; a longer row gets a pack to itself.
 
     `include`: indices of the rows to lay out, all by default; slots always count the loss tokens of all `rows`. Rows
-    without loss tokens are left out. The result depends on nothing but the arguments.
+    without loss tokens are left out. `keep_groups`: a group is never cut, for losses that compare its rows; one that is
+    longer than `max_tokens` gets a pack to itself. The result depends on nothing but the arguments.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
     items = _items(rows, include)
-    units = [unit for members in _by_group(items).values() for unit in _split_group(members, max_tokens)]
+    largest = sys.maxsize if keep_groups else max_tokens
+    units = [unit for members in _by_group(items).values() for unit in _split_group(members, largest)]
     return [_build(members) for members in _first_fit(units, max_tokens)]
 
 
