@@ -61,8 +61,8 @@ def token_weights(
     size_N = torch.ones(sequence_N.shape, dtype=torch.float64, device=sequence_N.device)
     if mode == "seq-mean-token-mean":
         size_N = length_S[index_N].to(torch.float64)
-    total = num_tokens if mode == "token-mean" else num_sequences * (norm_length or 1.0)
-    return (1.0 / (size_N * total)).to(torch.float32)
+    total: float = num_tokens if mode == "token-mean" else num_sequences * (norm_length or 1.0)
+    return torch.reciprocal(size_N * total).to(torch.float32)
 
 
 def segment_sums(values_N: torch.Tensor, segment_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,5 +74,5 @@ def segment_sums(values_N: torch.Tensor, segment_N: torch.Tensor) -> tuple[torch
 
 def turn_ids(sequence_N: torch.Tensor, turn_N: torch.Tensor) -> torch.Tensor:
     """One id per (sequence, turn), int64 [N]; `turn_N` is not negative."""
-    index_N = torch.unique(sequence_N, return_inverse=True)[1]
+    index_N: torch.Tensor = torch.unique(sequence_N, return_inverse=True)[1]
     return index_N * (int(turn_N.max()) + 1 if len(turn_N) else 1) + turn_N
