@@ -1,4 +1,4 @@
-"""The training forward: a pack in, log-probs and entropies of its loss tokens out.
+"""The training forward: a pack in, log-probs and entropies (or a critic's values) of its loss tokens out.
 
 Axis letters: N tokens of a pack, M its loss tokens, Hq and Hkv heads, D head size, H hidden size.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from upswing.errors import ConfigError
 from upswing.learn.logits import token_logprobs
 from upswing.learn.packing import Pack, Segment
+from upswing.models.heads import scalar_head
 
 
 class PackedAttention:
@@ -69,8 +70,8 @@ def _chain(segments: Sequence[Segment], index: int) -> list[int]:
     return chain
 
 
-def check_trainable(model: Any) -> None:
-    """Raises ConfigError for a model whose logits or attention the packed forward would get wrong."""
+def check_trainable(model: Any, *, scalar: bool = False) -> None:
+    """Raises ConfigError for a model whose logits (`scalar`: values) or attention the packed forward can't do."""
     config = model.config
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None) not in (None, 1.0):
@@ -85,15 +86,13 @@ def check_trainable(model: Any) -> None:
         raise ConfigError(
             f"model type '{config.model_type}' uses {kinds} layers; training supports full attention only"
         )
-    if model.get_output_embeddings() is None:
-        raise ConfigError(f"model type '{config.model_type}' has no language-model head; load a causal language model")
+    if (scalar_head(model) if scalar else model.get_output_embeddings()) is None:
+        need = "scalar head; use scalar_model" if scalar else "language-model head; load a causal language model"
+        raise ConfigError(f"model type '{config.model_type}' has no {need}")
 
 
-def packed_forward(model: Any, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """policy_logprobs [M] and entropy [M] of the loss tokens of `pack`, under softmax(logits / temperature).
-
-    Every row is computed as if it were alone, gradients included; the head runs only where a loss token is predicted.
-    """
+def packed_hidden(model: Any, pack: Pack) -> torch.Tensor:
+    """Last hidden states [M, H] where a loss token is predicted, each row as if it were alone, gradients included."""
     device = model.get_input_embeddings().weight.device
     hidden_1NH = model.base_model(
         input_ids=pack.tokens_N.to(device)[None],
@@ -101,6 +100,28 @@ def packed_forward(model: Any, pack: Pack, temperature: float) -> tuple[torch.Te
         attention=PackedAttention(pack.segments),
         use_cache=False,
     ).last_hidden_state
-    hidden_MH = hidden_1NH[0].index_select(0, pack.predict_M.to(device))
+    hidden_MH: torch.Tensor = hidden_1NH[0].index_select(0, pack.predict_M.to(device))
+    return hidden_MH
+
+
+def packed_forward(model: Any, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """policy_logprobs [M] and entropy [M] of the loss tokens of `pack`, under softmax(logits / temperature).
+
+    The head runs only where a loss token is predicted.
+    """
+    return head_logprobs(model, packed_hidden(model, pack), pack, temperature)
+
+
+def head_logprobs(
+    model: Any, hidden_MH: torch.Tensor, pack: Pack, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `packed_forward`, from the hidden states of `packed_hidden`."""
     head = model.get_output_embeddings()
-    return token_logprobs(hidden_MH, head.weight, head.bias, pack.target_M.to(device), temperature)
+    return token_logprobs(hidden_MH, head.weight, head.bias, pack.target_M.to(hidden_MH.device), temperature)
+
+
+def packed_values(model: Any, pack: Pack) -> torch.Tensor:
+    """The scalar head [M] at the positions that predict the loss tokens: the value of the state before each of them."""
+    hidden_MH, weight_H = packed_hidden(model, pack), model.score.weight[0]
+    # Not a matrix product, which autocast would round to bf16.
+    return (hidden_MH.to(weight_H.dtype) * weight_H).sum(-1)
