@@ -146,5 +146,5 @@ def pair_terms(
 
 
 def preferred(margin: torch.Tensor) -> torch.Tensor:
-    """1 where the margin is on the right side, 0.5 at exactly 0 (nothing is preferred), else 0; its mean is accuracy."""
+    """1 where the margin is above 0, 0.5 at exactly 0 (nothing is preferred), else 0; the mean of it is accuracy."""
     return 0.5 * (1.0 + torch.sign(margin.detach()))
