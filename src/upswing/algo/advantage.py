@@ -231,7 +231,7 @@ def per_group(
     result_B = torch.zeros_like(wide_B)
     scored = torch.isfinite(wide_B).nonzero().squeeze(1)
     _, index, sizes = torch.unique(group_B[scored], return_inverse=True, return_counts=True)
-    for rows_G in scored[torch.argsort(index, stable=True)].split(sizes.tolist()):
+    for rows_G in torch.split(scored[torch.argsort(index, stable=True)], sizes.tolist()):
         rewards_G = wide_B[rows_G]
         if len(rewards_G) > 1 and not _is_constant(rewards_G):
             result_B[rows_G] = estimate(rewards_G, rows_G)
