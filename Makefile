@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: $(PYTHON) is older than 3.11; use: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[search,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[search,lora,dev]'
 	@touch $@
 
 demo: $(STAMP)  ## The main job: base -> SFT -> RL with a real 135M model, in minutes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from upswing.errors import ConfigError
+from upswing.learn.lora import ADAPTER, PlainWeights, is_adapted, load_adapter, save_adapter
 
 STATE_FILE = "learner_state.pt"
 
@@ -23,11 +25,15 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any | None, state: dict[s
     for stale in (partial, old) if path.exists() else (partial,):
         shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial)
+    if is_adapted(model):
+        model.save_pretrained(partial, state_dict=dict(PlainWeights(model)))
+        save_adapter(model, partial / ADAPTER)
+    else:
+        model.save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     torch.save(state, partial / STATE_FILE)
-    for file in partial.iterdir():
+    for file in partial.rglob("*"):
         _sync(file)
     _sync(partial)
     if path.exists():
@@ -40,25 +46,32 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any | None, state: dict[s
 def load_checkpoint(path: Path, model: Any) -> dict[str, Any]:
     """Copy the weights in `path` into `model`, and return the state saved with them.
 
-    Raises ConfigError when there is no checkpoint or it is of another model.
+    An adapted model gets the adapter alone: its frozen weights stay as they are, and must give the merged ones that
+    were saved. Raises ConfigError when there is no checkpoint or it is of another model.
     """
     folder = path if path.exists() else _beside(path, ".old")
     if not (folder / STATE_FILE).is_file():
         raise ConfigError(f"no checkpoint at '{path}' ({STATE_FILE} isn't there); give a folder that a learner saved")
-    saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
-    own = model.state_dict()
-    differing = sorted(name for name in own.keys() | saved.keys() if _shape(own, name) != _shape(saved, name))
-    if differing:
-        raise ConfigError(f"the checkpoint at '{path}' is of another model: '{differing[0]}' differs in shape")
-    with torch.no_grad():
+    if (folder / ADAPTER).is_dir() != is_adapted(model):
+        have, want = ("all weights", "lora") if is_adapted(model) else ("lora", "all weights")
+        raise ConfigError(f"the checkpoint at '{path}' is of training {have}, but now {want} are trained; start anew")
+    saved = PlainWeights(type(model).from_pretrained(folder, dtype=torch.float32))
+    own = PlainWeights(model)
+    names = own.keys() | saved.keys()
+    _check_same(path, names, {n for n in names if n in own and n in saved and own[n].shape == saved[n].shape})
+    if is_adapted(model):
+        load_adapter(model, folder / ADAPTER)
+        _check_same(path, names, {name for name in names if torch.equal(own[name], saved[name])})
+    else:
         for name, tensor in own.items():
             tensor.copy_(saved[name])
     state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True)
     return state
 
 
-def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(state[name].shape) if name in state else None
+def _check_same(path: Path, names: Set[str], same: Set[str]) -> None:
+    if names - same:
+        raise ConfigError(f"the checkpoint at '{path}' is of another model: '{min(names - same)}' differs")
 
 
 def _beside(path: Path, suffix: str) -> Path:

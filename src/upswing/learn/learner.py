@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,14 @@ import torch
 from upswing.algo import kl_k3, kl_loss, ppo_clip, token_weights
 from upswing.errors import ConfigError
 from upswing.learn.forward import check_trainable, packed_forward
+from upswing.learn.lora import PlainWeights, is_adapted
 from upswing.learn.metrics import Tally, UpdateMetrics, update_metrics
 from upswing.learn.modes import mode
 from upswing.learn.options import RLOptions
 from upswing.learn.packing import Pack, pack
+from upswing.learn.reference import Reference
 from upswing.learn.rows import FlatBatch, TrainRow, flatten
 from upswing.learn.trainer import Trainer
-from upswing.models.attention import use_upswing_attention
 
 
 class Learner(Trainer):
@@ -34,15 +35,13 @@ class Learner(Trainer):
     def __init__(self, model: Any, *, ref_model: Any | None = None, **options: Any) -> None:
         """`model`: a Hugging Face causal language model; its weights are trained in place.
 
-        `ref_model` is the frozen reference for KL (`frozen_copy(model)`); `options` are the Trainer's.
+        `ref_model` is the frozen reference for KL (`frozen_copy(model)`); an adapted model needs none: what it is now
+        is the reference. `options` are the Trainer's.
         Raises ConfigError for a model that the packed forward can't train.
         """
         check_trainable(model)
         super().__init__(model, **options)
-        self.ref_model = ref_model
-        if ref_model is not None:
-            use_upswing_attention(ref_model)
-            ref_model.requires_grad_(False).eval()
+        self.reference = Reference(model, ref_model) if ref_model is not None or is_adapted(model) else None
 
     def forward(self, one: Pack, temperature: float, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
         """policy_logprobs [M] and entropy [M] of a pack's loss tokens, with gradient, and counted in `tally`."""
@@ -81,7 +80,7 @@ class Learner(Trainer):
         gradient is exactly zero. They still count in every denominator, but not in the metrics over computed tokens.
         """
         options = _options(options, overrides)
-        if options.kl_coef > 0 and self.ref_model is None:
+        if options.kl_coef > 0 and self.reference is None:
             raise ConfigError(f"kl_coef is {options.kl_coef} but the learner has no reference model; give it ref_model")
         with self.update() as tally:
             flat = flatten(rows)
@@ -183,14 +182,23 @@ class Learner(Trainer):
 
     @torch.no_grad()
     def _ref_logprobs(self, one: Pack, temperature: float) -> torch.Tensor:
-        with self.autocast():
-            return packed_forward(self.ref_model, one, temperature)[0]
+        assert self.reference is not None
+        with self.autocast(), self.reference.model() as model:
+            return packed_forward(model, one, temperature)[0]
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The current weights by Hugging Face name, tied ones under every name; views, not copies."""
-        return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The current weights by Hugging Face name, each once, adapters merged; made when they are read."""
+        return PlainWeights(self.model)
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "reference": self.reference and self.reference.state()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        if self.reference is not None:
+            self.reference.restore(state["reference"])
 
 
 def _count_batch(tally: Tally, rows: Sequence[TrainRow], flat: FlatBatch) -> None:

@@ -56,6 +56,8 @@ class Trainer:
         """Updates that changed the weights."""
         self.updates = 0
         """Updates asked for, skipped ones included; the schedule goes by it."""
+        self.extra: dict[str, Any] = {}
+        """What else a checkpoint keeps: numbers that its stage adapts, the state of a value head."""
         self.max_tokens_per_pack = max_tokens_per_pack
         if gradient_checkpointing:
             # The older name warns in newer transformers.
@@ -118,26 +120,36 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
-        """Write a Hugging Face model folder plus `learner_state.pt`; `path` appears whole or not at all."""
-        state = {
-            "version": self.version,
-            "updates": self.updates,
-            "optimizer": self._optimizer.state_dict(),
-            "numpy_rng": self._rng.bit_generator.state,
-            "torch_rng": torch.get_rng_state(),
-        }
-        save_checkpoint(Path(path), self.model, tokenizer, state)
+        """Write a Hugging Face model folder plus `learner_state.pt`; `path` appears whole or not at all.
+
+        An adapted model is written merged, as any model, with its adapter as peft has it in `adapter/`.
+        """
+        save_checkpoint(Path(path), self.model, tokenizer, self._state())
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote, bit for bit; torch's global generator is set back too.
 
         Raises ConfigError when `path` isn't such a folder or holds another model.
         """
-        state = load_checkpoint(Path(path), self.model)
+        self._restore(load_checkpoint(Path(path), self.model))
+
+    def _state(self) -> dict[str, Any]:
+        """What going on needs besides the weights."""
+        return {
+            "version": self.version,
+            "updates": self.updates,
+            "optimizer": self._optimizer.state_dict(),
+            "numpy_rng": self._rng.bit_generator.state,
+            "torch_rng": torch.get_rng_state(),
+            "extra": self.extra,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])
         self.version, self.updates = state["version"], state["updates"]
         self._rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["torch_rng"])
+        self.extra = state["extra"]
 
 
 def _make_optimizer(

@@ -21,6 +21,7 @@ from upswing.recipe.fields import (
     Text,
     refuse,
 )
+from upswing.recipe.lora import GradientCheckpointing, Lora
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k2", "k3", "k3_ratio"]
@@ -95,6 +96,8 @@ class SftStage(Section):
     weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
     grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
     max_tokens_per_pack: Count = Field(default=4096, description="Tokens a packed forward may hold; bounds memory.")
+    gradient_checkpointing: GradientCheckpointing = False
+    lora: Lora = None
     eval_every: CountOrZero = Field(default=10, description="Updates between validations; 0: only at the end.")
     graduation: Graduation = Field(default_factory=Graduation, description="When SFT is good enough for RL.")
     time_limit_s: Positive | None = Field(

@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from upswing.engine.base import Sampling
 from upswing.engine.torch import TorchEngine
 from upswing.envs.base import Environment
+from upswing.learn.lora import add_lora
 from upswing.models.load import LoadedModel, load_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import Recipe
 from upswing.rollout.collect import Rollouts
+from upswing.seeding import derive_seed
 from upswing.trajectory.store import TrajectoryStore
 from upswing.trajectory.types import Task, Trajectory
 from upswing.view.run_folder import read_json, replace_file
@@ -102,6 +104,19 @@ class RunContext:
         """A fresh copy of a stage's final weights (or the base model's) in fp32."""
         folder = self.checkpoint(source)
         return load_model(self.recipe.model if folder is None else str(folder)).model
+
+    def trainer_options(self, stage: Any) -> dict[str, Any]:
+        """What a training stage's keys say to its Trainer; the schedule, which counts its own updates, comes on top."""
+        names = ("lr", "weight_decay", "grad_clip", "max_tokens_per_pack", "gradient_checkpointing")
+        return {**{name: getattr(stage, name) for name in names}, "compute_dtype": self.compute_dtype}
+
+    def adapted(self, model: PreTrainedModel, stage: Any) -> PreTrainedModel:
+        """`model` with a fresh adapter if the stage has `lora`, the same one however often the stage is started.
+
+        A stage starts from merged weights and a fresh adapter is zero: the policy without it is the start policy.
+        """
+        torch.manual_seed(derive_seed(self.recipe.seed, stage.name, "lora"))
+        return model if stage.lora is None else add_lora(model, **stage.lora.model_dump())
 
     async def push_weights(self, weights: Mapping[str, torch.Tensor]) -> int:
         """Load weights into the engine under the next policy version -> that version."""

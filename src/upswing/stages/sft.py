@@ -90,15 +90,9 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
 
 
 def _learner(context: RunContext, stage: SftStage, index: int, total: int) -> Learner:
-    return Learner(
-        context.source_model(context.recipe.source_of(index, stage.from_)),
-        lr=stage.lr,
-        weight_decay=stage.weight_decay,
-        grad_clip=stage.grad_clip,
-        schedule=Schedule(kind=stage.schedule, warmup=int(stage.warmup_frac * total), total=total),
-        max_tokens_per_pack=stage.max_tokens_per_pack,
-        compute_dtype=context.compute_dtype,
-    )
+    model = context.adapted(context.source_model(context.recipe.source_of(index, stage.from_)), stage)
+    schedule = Schedule(kind=stage.schedule, warmup=int(stage.warmup_frac * total), total=total)
+    return Learner(model, schedule=schedule, **context.trainer_options(stage))
 
 
 def _limit_s(context: RunContext, stage: SftStage) -> float | None:
