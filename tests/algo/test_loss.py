@@ -209,6 +209,8 @@ def test_clip_cov_zeroes_and_kl_cov_penalises_the_selected():
     assert grad_of("clip_cov", policy, old, advantages, None, selected_N=selected)[1] == pytest.approx(-math.exp(0.1))
     got = grad_of("kl_cov", policy, old, advantages, None, selected_N=selected, cov_coef=0.5)
     assert got.tolist() == pytest.approx([0.5 - math.exp(0.1), -math.exp(0.1)])
+    fallen = grad_of("kl_cov", old - 0.1, old, advantages, None, selected_N=selected, cov_coef=0.5)
+    assert fallen.tolist() == pytest.approx([-0.5 - math.exp(-0.1), -math.exp(-0.1)])
 
 
 def test_covariance_masks_by_hand():
