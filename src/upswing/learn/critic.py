@@ -110,7 +110,7 @@ def tally_values(tally: Tally) -> dict[str, float]:
 
 def _by_row(rows: Sequence[TrainRow], values_N: torch.Tensor) -> list[torch.Tensor]:
     """Cut [N] into one piece a row."""
-    return list(values_N.split([len(row.loss_positions) for row in rows])) if rows else []
+    return list(torch.split(values_N, [len(row.loss_positions) for row in rows])) if rows else []
 
 
 def _at_loss(rows: Sequence[TrainRow], values: Sequence[Float32T], name: str) -> torch.Tensor:

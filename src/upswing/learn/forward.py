@@ -124,4 +124,5 @@ def packed_values(model: Any, pack: Pack) -> torch.Tensor:
     """The scalar head [M] at the positions that predict the loss tokens: the value of the state before each of them."""
     hidden_MH, weight_H = packed_hidden(model, pack), model.score.weight[0]
     # Not a matrix product, which autocast would round to bf16.
-    return (hidden_MH.to(weight_H.dtype) * weight_H).sum(-1)
+    values_M: torch.Tensor = (hidden_MH.to(weight_H.dtype) * weight_H).sum(-1)
+    return values_M
