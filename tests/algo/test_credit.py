@@ -106,6 +106,8 @@ def test_returns_by_hand():
     # Inside a turn undiscounted; from turn 0 to 2 two turns are crossed.
     got = returns_to_go(rewards, sequence, turn_N=ids([0, 0, 0, 2, 0]), gamma_turn=0.5)
     assert got.tolist() == [2, 8, 2, 4, 8]
+    got = returns_to_go(doubles([0, 0, 1]), ids([0] * 3), gamma=0.5, turn_N=ids([0, 0, 1]), gamma_turn=0.9)
+    assert got.tolist() == pytest.approx([0.45, 0.9, 1])
     with pytest.raises(ValueError, match="belong together"):
         returns_to_go(rewards, sequence, gamma_turn=0.5)
 
