@@ -91,7 +91,9 @@ def test_one_model_is_both_policy_and_reference(loss):
     found = candidates(one, random_rows(groups=4, size=2), loss=loss)
     chosen, rejected = found[0::2], found[1::2]
     options = PreferenceOptions(loss=loss, beta=0.5)
-    start = preference_metrics(one, chosen, rejected, options)
+    start = preference_metrics(one, chosen, rejected, options, unchanged=True)
+    computed = preference_metrics(one, chosen, rejected, options)
+    assert computed["loss"] == pytest.approx(start["loss"], abs=1e-5)
     assert start["chosen_reward"] == start["rejected_reward"] == start["chosen_shift"] == 0
     assert start["preference_accuracy"] == 0.5
     for _ in range(8):

@@ -87,7 +87,9 @@ def full_kl_objective(
             target_M = one.target_M.to(student_MH.device)
             chunks = [
                 checkpoint(_chunk_kl, *parts, *heads, temperature, use_reentrant=False)
-                for parts in zip(student_MH.split(step), teacher_MH.split(step), target_M.split(step), strict=True)
+                for parts in zip(
+                    *(torch.split(values, step) for values in (student_MH, teacher_MH, target_M)), strict=True
+                )
             ]
         kl_M, entropy_M, policy_M = (torch.cat(part) for part in zip(*chunks, strict=True))
         tally.add("kl", kl_M)

@@ -170,18 +170,24 @@ def preference_update(
 
 
 def preference_metrics(
-    learner: Learner, chosen: Sequence[Candidate], rejected: Sequence[Candidate], options: PreferenceOptions
+    learner: Learner,
+    chosen: Sequence[Candidate],
+    rejected: Sequence[Candidate],
+    options: PreferenceOptions,
+    *,
+    unchanged: bool = False,
 ) -> dict[str, float]:
-    """Loss, rewards, accuracy and shifts under the learner's current weights, nothing trained. The same as an update's.
+    """Loss, rewards, accuracy and shifts under the learner's current weights, named as an update's; nothing is trained.
 
-    Before the first update the log-probs *are* the reference's, so losses with a reference have margin 0, accuracy 0.5.
+    `unchanged`: the weights still are the reference's, so nothing is computed, and with a reference in the loss the
+    margins are exactly 0 and accuracy 0.5.
     """
     batch, tally = _Batch.of(chosen, rejected, options.loss, learner.device), Tally()
     policy_B = batch.ref_B
-    if learner.updates:
+    if not unchanged:
         policy_B = torch.from_numpy(sequence_logprobs(learner, batch.rows())).to(learner.device)
     with torch.no_grad():
-        baseline = _baseline(learner, batch, options, tally)
+        baseline = _baseline(learner, batch, options, tally) if not unchanged else policy_B.new_zeros(())
         here = torch.arange(len(batch.sides), device=learner.device)
         loss = float(_loss(batch, policy_B, here, baseline, options, tally))
     return {"loss": loss, **{name: mean.value for name, mean in tally.means.items()}}

@@ -13,6 +13,7 @@ from upswing.errors import ConfigError
 from upswing.plugins import is_file_spec, missing_file
 from upswing.recipe.explain import explain
 from upswing.recipe.models import Recipe
+from upswing.recipe.offline import PairStage
 from upswing.recipe.overrides import apply_overrides
 from upswing.recipe.yaml_reader import parse_yaml
 
@@ -73,7 +74,13 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
         splits = {split: getattr(dataset, split) for split in ("train", "dev", "test")}
         paths = {split: found(path, f"dataset.{split}") for split, path in splits.items() if path is not None}
         dataset = dataset.model_copy(update=paths)
-    return recipe.model_copy(update={"env": env, "verifiers": verifiers, "dataset": dataset})
+    stages = tuple(
+        stage.model_copy(update={"file": found(stage.file, f"stages.{index}.file")})
+        if isinstance(stage, PairStage) and stage.file is not None
+        else stage
+        for index, stage in enumerate(recipe.stages)
+    )
+    return recipe.model_copy(update={"env": env, "verifiers": verifiers, "dataset": dataset, "stages": stages})
 
 
 def _not_found(path: Path) -> str:

@@ -13,8 +13,7 @@ from upswing.models.heads import scalar_model
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
-from upswing.stages.pairs import hold_out
-from upswing.stages.preference import _pairs
+from upswing.stages.pairs import collect_pairs, hold_out
 
 CHANCE = 0.55
 """Held-out accuracy below this is hardly better than a coin."""
@@ -26,8 +25,7 @@ async def run_reward_model(context: RunContext, stage: RewardModelStage, index: 
     """Train and save the final weights -> facts for state.json. A killed stage starts over, with the pairs it had."""
     context.metrics.truncate_after(stage.name, -1)
     source = context.source_model(context.recipe.source_of(index, stage.from_))
-    keys: Any = stage  # those that say where pairs come from are a preference stage's
-    found = hold_out(await _pairs(context, keys, source.state_dict()), stage.validation_pairs)
+    found = hold_out(await collect_pairs(context, stage, source.state_dict()), stage.validation_pairs)
     training, held = ([(p.chosen, p.rejected) for p in part if p.chosen and p.rejected] for part in found)
     if not training:
         raise UpswingError(

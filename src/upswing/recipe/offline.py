@@ -1,0 +1,154 @@
+"""The `preference` stage, and what every stage that learns from pairs has. Null means: as the loss has it, or not
+sampled; a resolved recipe shows what it was."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from upswing.recipe.fields import (
+    Bool,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Schedule,
+    Section,
+    Text,
+    refuse,
+)
+from upswing.recipe.lora import GradientCheckpointing, Lora, refuse_dropout
+
+# What a loss sets unless the recipe says otherwise, and so which options have an effect with it: null elsewhere.
+LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.1, "label_smoothing": 0.0, "robust": False, "nll_coef": 0.0},
+    "ipo": {"beta": 0.1, "nll_coef": 0.0},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "orpo": {"beta": 0.1, "nll_coef": 1.0},
+    "simpo": {"beta": 2.0, "margin": 1.0, "nll_coef": 0.0},
+}
+SAMPLING_DEFAULTS: dict[str, Any] = {"tasks": 64, "samples": 8, "temperature": 1.0, "pairs_per_task": 4}
+
+
+class PairStage(Section):
+    """What stages that learn from pairs have: the model's own trajectories, judged by the verifiers, or a file's."""
+
+    name: Text = Field(description="Name of the stage: its folder, and what later stages refer to.")
+    from_: Text = Field(
+        default="previous",
+        alias="from",
+        description="Weights to start from: previous, base or the name of an earlier stage.",
+    )
+    file: Text | None = Field(
+        default=None, description="JSON Lines file of pairs (prompt, chosen, rejected); null: sample them."
+    )
+    tasks: Count | None = Field(default=None, description="Train tasks sampled for pairs (64).")
+    samples: Annotated[int, Field(strict=True, ge=2)] | None = Field(default=None, description="Samples a task (8).")
+    temperature: Positive | None = Field(default=None, description="Sampling temperature (1.0).")
+    pairs_per_task: Count | None = Field(
+        default=None,
+        description="Most pairs of a task: best with worst, second best with second worst, ... (4, at most half of "
+        "samples).",
+    )
+    validation_pairs: CountOrZero = Field(
+        default=16, description="Pairs held out, of prompts that aren't trained on, to measure what was learned."
+    )
+    epochs: Count = Field(default=1, description="Passes over the pairs.")
+    batch_size: Count = Field(default=16, description="Pairs an update.")
+    lr: Positive = Field(description="Peak learning rate.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
+    warmup_frac: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.1, description="Share of the updates during which the learning rate rises."
+    )
+    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
+    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
+    max_tokens_per_pack: Count = Field(
+        default=4096, description="Tokens a packed forward may hold (a pair is never cut); bounds memory."
+    )
+    gradient_checkpointing: GradientCheckpointing = False
+    lora: Lora = None
+    eval_every: CountOrZero = Field(
+        default=10, description="Updates between measurements on held-out pairs; 0: only before and after."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_sampling(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("validation_pairs") == 0:
+            data = {"eval_every": 0, **data}
+        if data.get("file") is not None:
+            return data
+        samples = data.get("samples") or SAMPLING_DEFAULTS["samples"]
+        most = max(1, min(samples // 2, SAMPLING_DEFAULTS["pairs_per_task"])) if isinstance(samples, int) else 1
+        own = {**SAMPLING_DEFAULTS, "pairs_per_task": most}
+        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        """Refuse what would be ignored."""
+        for key in SAMPLING_DEFAULTS:
+            if self.file is not None and getattr(self, key) is not None:
+                raise refuse(key, f"got {getattr(self, key)} without effect, as the pairs come from file")
+        if self.samples is not None and self.pairs_per_task is not None and self.pairs_per_task > self.samples // 2:
+            most = self.samples // 2
+            raise refuse("pairs_per_task", f"got {self.pairs_per_task}; allowed: 1 to {most}, half of samples")
+        if self.eval_every and not self.validation_pairs:
+            raise refuse("eval_every", f"got {self.eval_every} without effect, as validation_pairs is 0; set that too")
+        return self
+
+
+class PreferenceStage(PairStage):
+    """Preference tuning on pairs of a better and a worse trajectory: the model's own, judged by the verifiers, or from
+    a file. The reference is the stage's own start."""
+
+    stage: Literal["preference"] = Field(default="preference", description="Kind of stage.")
+    name: Text = Field(
+        default="preference", description="Name of the stage: its folder, and what later stages refer to."
+    )
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = Field(
+        default="dpo",
+        description="dpo, ipo (length-averaged), kto (unpaired), or without a reference orpo (with SFT) and simpo.",
+    )
+    beta: Positive | None = Field(
+        default=None, description="How strongly log-probs count; small: may move far from the reference (0.1; simpo 2)."
+    )
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] | None = Field(
+        default=None, description="Chance that a pair is the wrong way round (dpo; 0.0)."
+    )
+    robust: Bool | None = Field(
+        default=None, description="Unbiased instead of conservative use of label_smoothing (dpo; false)."
+    )
+    margin: NotNegative | None = Field(default=None, description="Reward margin wanted, gamma (simpo; 1.0).")
+    nll_coef: NotNegative | None = Field(
+        default=None,
+        description="Weight of an SFT loss on the chosen side, which keeps it from becoming less likely (0.0; orpo "
+        "1.0; not for kto).",
+    )
+    desirable_weight: Positive | None = Field(default=None, description="Weight of chosen rows (kto; 1.0).")
+    undesirable_weight: Positive | None = Field(default=None, description="Weight of rejected rows (kto; 1.0).")
+    lr: Positive = Field(default=1e-6, description="Peak learning rate.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_loss(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        own = LOSS_DEFAULTS.get(str(data.get("loss", "dpo")), {})
+        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        """Refuse what would be ignored."""
+        refuse_dropout(self.lora)
+        for key in {key: None for defaults in LOSS_DEFAULTS.values() for key in defaults}:
+            if getattr(self, key) is not None and key not in LOSS_DEFAULTS[self.loss]:
+                having = ", ".join(loss for loss, defaults in LOSS_DEFAULTS.items() if key in defaults)
+                raise refuse(key, f"got {getattr(self, key)} without effect, as loss is '{self.loss}' (for: {having})")
+        if self.robust and not self.label_smoothing:
+            raise refuse("robust", "got true without effect, as label_smoothing is 0; set it too")
+        if self.loss == "orpo" and not self.nll_coef:
+            raise refuse("nll_coef", "got 0, but orpo is an SFT loss with a penalty; allowed: more than 0, such as 1.0")
+        return self
