@@ -247,6 +247,21 @@ def test_a_missing_or_bad_file_is_found_before_any_model_loads(tmp_path):
         preflight(bad)
 
 
+def test_no_stage_starts_from_or_measures_a_reward_model():
+    """Its weights score; `previous` means the newest stage that an agent can be played with."""
+    scores = {"stage": "reward_model", "name": "judge"}
+    made = recipe_from({**BASE, "stages": [SFT, scores, {"stage": "preference"}]})
+    assert made.source_of(2) == "sft"
+    for stage, key in (
+        ({"stage": "preference", "from": "judge"}, "from"),
+        ({"stage": "eval", "of": ["judge"]}, "of"),
+        ({"stage": "rl", "steps": 1, "reward_model": "sft"}, "reward_model"),
+    ):
+        with pytest.raises(ConfigError, match=rf"stages\.2\.{key}: got '(judge|sft)', no earlier"):
+            recipe_from({**BASE, "stages": [SFT, scores, stage]})
+    recipe_from({**BASE, "stages": [SFT, scores, {"stage": "rl", "steps": 1, "reward_model": "judge"}]})
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 TUNED = {"tasks": 10, "samples": 6, "validation_pairs": 6, "batch_size": 6, "lr": 1e-3, "beta": 0.2, "epochs": 2}
