@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from upswing.envs import Environment, check_disjoint, environment_factory, tasks_from_jsonl
+from upswing.envs.pairs import read_pairs
 from upswing.errors import ConfigError
-from upswing.recipe import DatasetSection, EvalStage, Recipe, RlStage, SftStage, Stage
+from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, SftStage, Stage
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Task
 from upswing.verify import Rubric, rubric_from
@@ -76,6 +77,8 @@ def preflight(recipe: Recipe) -> World:
         for split in splits_of(stage):
             if split not in first:
                 first[split] = _first_task(world, recipe, split, f"stages.{index}")
+        if isinstance(stage, PairStage) and stage.file is not None:
+            read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
             _check_expert(recipe, stage, first["train"], f"stages.{index}")
     return world
@@ -90,7 +93,9 @@ def splits_of(stage: Stage) -> tuple[str, ...]:
     """The splits that a stage takes tasks of."""
     if isinstance(stage, EvalStage):
         return (stage.split,)
-    if isinstance(stage, RlStage) and stage.eval_every:
+    if isinstance(stage, PairStage) and stage.file is not None:
+        return ()
+    if isinstance(stage, RlBase) and stage.eval_every:
         return ("train", "dev")
     return ("train",)
 

@@ -242,7 +242,8 @@ def test_modes_are_restored_also_after_an_exception(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("upswing.learn.learner.packed_forward", broken)
+    for name in ("packed_forward", "packed_hidden"):
+        monkeypatch.setattr(f"upswing.learn.learner.{name}", broken)
     for phase in (learner.sft_loss, learner.logprobs, learner.rl_update, learner.sft_update):
         with pytest.raises(RuntimeError, match="boom"):
             phase(rows)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from upswing.stages.rl_metrics import batch_metrics, early_warning
-from upswing.stages.rows import rl_rows
+from upswing.stages.rows import make_batch
 from upswing.trajectory.types import Branch, Group, Message, Outcome, Score, StopReason, Task, Trajectory
 
 TASKS = [Task(id=name, messages=(Message(role="user", content="?"),)) for name in "abc"]
@@ -41,8 +41,7 @@ def group(task: Task, rewards: list[float | None]) -> Group:
 
 def test_groups_without_a_spread_are_split_into_too_easy_and_too_hard() -> None:
     groups = [group(TASKS[0], [1.0, 1.0]), group(TASKS[1], [0.0, 0.0]), group(TASKS[2], [1.0, 0.0])]
-    _, rewards, advantages = rl_rows(groups, truncated="as_is", normalize_std=True)
-    values = batch_metrics(groups, rewards, advantages)
+    values = batch_metrics(groups, make_batch(groups, truncated="as_is").rewards_B.tolist())
     assert values["zero_variance_frac"] == pytest.approx(2 / 3)
     assert values["too_easy_frac"] == values["too_hard_frac"] == pytest.approx(1 / 3)
     assert values["reward"] == values["score_strict_match"] == 0.5
@@ -56,10 +55,10 @@ def test_errored_and_unscored_trajectories_shrink_the_group_and_never_count_as_z
     unscored = trajectory(TASKS[0], 8, None, score=Score(value=None, reason="judge is down"))
     whole = group(TASKS[0], [1.0, 0.0])
     shrunk = Group(task=TASKS[0], trajectories=(*whole.trajectories, broken, unscored))
-    rows, rewards, advantages = rl_rows([shrunk], truncated="as_is", normalize_std=False)
-    assert advantages == [0.5, -0.5, 0.0, 0.0]
-    assert len(rows) == 2 and math.isnan(rewards[2]) and math.isnan(rewards[3])
-    values = batch_metrics([shrunk], rewards, advantages)
+    batch = make_batch([shrunk], truncated="as_is")
+    rewards = batch.rewards_B.tolist()
+    assert len(batch.rows) == 2 and math.isnan(rewards[2]) and math.isnan(rewards[3])
+    values = batch_metrics([shrunk], rewards)
     assert (values["reward"], values["num_errored"], values["num_unscored"]) == (0.5, 1, 1)
 
 
@@ -68,10 +67,9 @@ def test_errored_and_unscored_trajectories_shrink_the_group_and_never_count_as_z
 )
 def test_the_rule_for_truncated_trajectories(rule: str, reward: float, trained: bool) -> None:
     cut = trajectory(TASKS[0], 5, 0.4, outcome=Outcome.TRUNCATED, stop_reason=StopReason.MAX_TURNS)
-    rows, rewards, _ = rl_rows(
-        [Group(task=TASKS[0], trajectories=(trajectory(TASKS[0], 0, 1.0), cut))], truncated=rule, normalize_std=True
-    )
-    assert rewards[1] == pytest.approx(reward)
+    batch = make_batch([Group(task=TASKS[0], trajectories=(trajectory(TASKS[0], 0, 1.0), cut))], truncated=rule)
+    rows, rewards = batch.rows, batch.rewards_B
+    assert float(rewards[1]) == pytest.approx(reward)
     assert bool(rows[1].loss_mask.any()) is trained
     assert rows[0].loss_mask.tolist() == [False, False, True, True, False, True]
 

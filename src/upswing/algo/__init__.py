@@ -1,7 +1,8 @@
-"""The maths, as pure functions: advantage, loss, KL, aggregation, entropy. Tensors in, tensors out, no state.
+"""The maths, as pure functions: advantage, credit, loss, correction, KL, aggregation, regularisers, preference, value.
 
-Axis letters: B rows (or trajectories), N loss tokens in row order, V vocabulary. Nothing here sees padding or tool
-tokens: callers select the loss tokens first, so no reduction can be polluted by a masked position.
+Tensors in, tensors out, no state. Axis letters: B rows (or trajectories), N loss tokens in row order, V vocabulary.
+Nothing here sees padding or tool tokens: callers select the loss tokens first, so no reduction can be polluted by a
+masked position.
 """
 
 from upswing.algo.advantage import group_relative

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from upswing.algo import kl_k3, kl_loss, ppo_clip, token_weights
+from upswing.algo.aggregate import token_weights, turn_ids
+from upswing.algo.correction import correction_weights, opsm_mask
+from upswing.algo.kl import kl_k3, kl_loss
+from upswing.algo.loss import LossTerms, safe_ratio
+from upswing.algo.regularise import llds
+from upswing.algo.value import value_loss
 from upswing.errors import ConfigError
-from upswing.learn.forward import check_trainable, packed_forward
+from upswing.learn.forward import check_trainable, head_logprobs, packed_forward, packed_hidden
 from upswing.learn.lora import PlainWeights, is_adapted
 from upswing.learn.metrics import Tally, UpdateMetrics, update_metrics
 from upswing.learn.modes import mode
 from upswing.learn.options import RLOptions
 from upswing.learn.packing import Pack, pack
 from upswing.learn.reference import Reference
-from upswing.learn.rows import FlatBatch, TrainRow, flatten
+from upswing.learn.rows import FlatBatch, TrainRow, flatten, spread
 from upswing.learn.trainer import Trainer
 
 
@@ -32,24 +37,33 @@ class Learner(Trainer):
     Turn dropout off for RL: with it, the policy that is trained isn't quite the one that sampled.
     """
 
-    def __init__(self, model: Any, *, ref_model: Any | None = None, **options: Any) -> None:
+    def __init__(self, model: Any, *, ref_model: Any | None = None, value_head: bool = False, **options: Any) -> None:
         """`model`: a Hugging Face causal language model; its weights are trained in place.
 
         `ref_model` is the frozen reference for KL (`frozen_copy(model)`); an adapted model needs none: what it is now
-        is the reference. `options` are the Trainer's.
+        is the reference. `value_head`: a zero Linear(H, 1) on the last hidden state, a critic that shares the policy's
+        weights. `options` are the Trainer's.
         Raises ConfigError for a model that the packed forward can't train.
         """
         check_trainable(model)
         super().__init__(model, **options)
+        self.value_head = torch.nn.Linear(model.config.hidden_size, 1, device=self.device) if value_head else None
+        if self.value_head is not None:
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+            self._parameters += list(self.value_head.parameters())
+            self._optimizer.add_param_group({"params": list(self.value_head.parameters()), "weight_decay": 0.0})
         self.reference = Reference(model, ref_model) if ref_model is not None or is_adapted(model) else None
 
-    def forward(self, one: Pack, temperature: float, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
-        """policy_logprobs [M] and entropy [M] of a pack's loss tokens, with gradient, and counted in `tally`."""
+    def forward(self, one: Pack, temperature: float, tally: Tally) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """policy_logprobs [M] and entropy [M] of a pack's loss tokens, with gradient and counted in `tally`, and the
+        hidden states [M, H] that they come from."""
         with self.autocast():
-            policy_M, entropy_M = packed_forward(self.model, one, temperature)
+            hidden_MH = packed_hidden(self.model, one)
+            policy_M, entropy_M = head_logprobs(self.model, hidden_MH, one, temperature)
         tally.add("policy_logprob", policy_M)
         tally.add("entropy", entropy_M)
-        return policy_M, entropy_M
+        return policy_M, entropy_M, hidden_MH
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -63,7 +77,7 @@ class Learner(Trainer):
             tally.counts["rows_skipped"] = len(rows) - sum(len(p.row_indices) for p in packs)
 
             def objective(one: Pack) -> torch.Tensor:
-                policy_M, _ = self.forward(one, 1.0, tally)
+                policy_M, *_ = self.forward(one, 1.0, tally)
                 return -(weights_N[one.slot_M.to(self.device)] * policy_M).sum()
 
             self.step(packs, objective, tally)
@@ -87,11 +101,17 @@ class Learner(Trainer):
             _count_batch(tally, rows, flat)
             tally.counts["rows_skipped"] = len(rows) - len(_active_rows(flat, everything=options.regularised))
             old = self._old_logprobs(rows, options)
-            for _ in range(options.updates_per_batch):
-                for chosen in self._minibatches(rows, options.minibatches):
-                    part = [rows[i] for i in chosen]
-                    part_old = None if old is None else [old[i] for i in chosen]
-                    self._rl_step(part, part_old, options, tally)
+            chosen_N = _select(flat, rows, old, options, self._rng)
+            order = [part for _ in range(options.updates_per_batch) for part in self._minibatches(rows, options)]
+            for number, chosen in enumerate(order):
+                part = [rows[i] for i in chosen]
+                part_old = None if old is None else [old[i] for i in chosen]
+                before = tally.mean("kl_old")
+                self._rl_step(part, part_old, _selected(flat, chosen_N, chosen), options, tally)
+                moved = (tally.mean("kl_old") - before).value
+                if options.kl_stop is not None and moved > options.kl_stop:
+                    tally.counts["steps_stopped"] = len(order) - number - 1
+                    break
         return update_metrics(tally)
 
     def _old_logprobs(self, rows: Sequence[TrainRow], options: RLOptions) -> Sequence[np.ndarray] | None:
@@ -110,6 +130,7 @@ class Learner(Trainer):
         self,
         rows: Sequence[TrainRow],
         old: Sequence[np.ndarray] | None,
+        selected_N: torch.Tensor | None,
         options: RLOptions,
         tally: Tally,
     ) -> None:
@@ -119,20 +140,15 @@ class Learner(Trainer):
         active = _active_rows(flat, everything=options.regularised)
         packs = pack(rows, self.max_tokens_per_pack, include=active)
         old_N = None if old is None else _gather(rows, old, flat)
+        num_preserved = int((flat.advantages_N >= 0).sum())
 
         def objective(one: Pack) -> torch.Tensor:
-            policy_M, entropy_M = self.forward(one, options.temperature, tally)
-            slot_M = one.slot_M.to(self.device)
-            old_M = policy_M.detach() if old_N is None else old_N[slot_M]
-            terms = ppo_clip(
-                policy_M,
-                old_M,
-                flat.advantages_N[slot_M],
-                clip_low=options.clip_low,
-                clip_high=options.clip_high,
-                dual_clip=options.dual_clip,
-            )
-            loss_M = terms.loss_N
+            policy_M, entropy_M, hidden_MH = self.forward(one, options.temperature, tally)
+            part = flat.at(one.slot_M.to(self.device))
+            old_M = policy_M.detach() if old_N is None else old_N[one.slot_M.to(self.device)]
+            chosen_M = None if selected_N is None else selected_N[one.slot_M].to(self.device)
+            terms = policy_loss(policy_M, old_M, part, chosen_M, options)
+            loss_M = terms.loss_N * _sample_weights(policy_M, old_M, part, options, tally)
             if options.kl_coef > 0:
                 ref_M = self._ref_logprobs(one, options.temperature)
                 kl_M = kl_loss(policy_M, ref_M, estimator=options.kl_estimator, old_logprobs_N=old_M)
@@ -140,23 +156,28 @@ class Learner(Trainer):
                 tally.add("kl", kl_k3(policy_M.detach(), ref_M))
             if options.entropy_coef:
                 loss_M = loss_M - options.entropy_coef * entropy_M
-            for name in ("ratio", "clipped_low", "clipped_high", "dual_clipped"):
-                tally.add(name, getattr(terms, f"{name}_N"))
-            tally.add_max("ratio", terms.ratio_N.detach())
-            tally.add("kl_old", kl_k3(old_M, policy_M.detach()))
-            _tally_mismatch(tally, old_M, flat.engine_logprobs_N[slot_M])
-            return (weights_N[slot_M] * loss_M).sum()
+            total = (weights_N[one.slot_M.to(self.device)] * loss_M).sum()
+            if options.llds_coef:
+                total = total + options.llds_coef * _llds(policy_M, old_M, part, num_preserved, options, tally)
+            if options.value_coef:
+                value_M, clipped_M = value_loss(
+                    self._head_values(hidden_MH), part.returns_N, part.old_values_N, clip=options.value_clip
+                )
+                total = total + options.value_coef * value_M.sum() / flat.num_tokens
+                tally.add("value_loss", value_M)
+                tally.add("value_clipped", clipped_M)
+            _tally_policy(tally, terms, policy_M.detach(), old_M, part)
+            return total
 
         self.step(packs, objective, tally)
 
-    def _minibatches(self, rows: Sequence[TrainRow], count: int) -> list[list[int]]:
-        """Row indices of each minibatch: groups in random order, kept together where the cut allows."""
-        if count == 1 or not rows:
+    def _minibatches(self, rows: Sequence[TrainRow], options: RLOptions) -> list[list[int]]:
+        """Row indices of each minibatch: whole groups in random order, as many in each as divide evenly."""
+        if options.minibatches == 1 or not rows:
             return [list(range(len(rows)))]
         groups = np.array([row.group for row in rows])
-        order = self._rng.permutation(np.unique(groups))
-        indices = np.concatenate([np.flatnonzero(groups == group) for group in order])
-        return [part.tolist() for part in np.array_split(indices, count) if len(part)]
+        parts = np.array_split(self._rng.permutation(np.unique(groups)), options.minibatches)
+        return [np.flatnonzero(np.isin(groups, part)).tolist() for part in parts if len(part)]
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -166,19 +187,41 @@ class Learner(Trainer):
         flat = np.concatenate([*values, np.zeros(0, np.float32)])
         return float(-flat.mean(dtype=np.float64)) if len(flat) else math.nan
 
-    def logprobs(self, rows: Sequence[TrainRow], temperature: float = 1.0) -> list[np.ndarray]:
-        """Log-probs of every row's loss tokens under the current weights: float32 [T] a row, NaN elsewhere."""
-        out = [np.full(len(row.tokens), np.nan, np.float32) for row in rows]
-        flat = flatten(rows)
-        row_N, position_N = flat.row_N.numpy(), flat.position_N.numpy()
+    def logprobs(
+        self, rows: Sequence[TrainRow], temperature: float = 1.0, *, reference: bool = False
+    ) -> list[np.ndarray]:
+        """Log-probs of every row's loss tokens under the current weights, or the reference's: float32 [T] a row, NaN
+        elsewhere."""
+
+        def own(one: Pack) -> torch.Tensor:
+            with self.autocast():
+                return packed_forward(self.model, one, temperature)[0]
+
+        return self._measured(rows, (lambda one: self._ref_logprobs(one, temperature)) if reference else own)
+
+    def values(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+        """The value head's value of the state before every loss token: float32 [T] a row, NaN elsewhere."""
+
+        def own(one: Pack) -> torch.Tensor:
+            with self.autocast():
+                hidden_MH = packed_hidden(self.model, one)
+            return self._head_values(hidden_MH)
+
+        return self._measured(rows, own)
+
+    def _measured(self, rows: Sequence[TrainRow], measure: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
+        """`measure` [M] of every pack in evaluation mode -> float32 [T] a row, NaN where nothing is trained."""
+        values_N = np.full(sum(len(row.loss_positions) for row in rows), np.nan, np.float32)
         with torch.no_grad(), mode(self.model, training=False):
             for one in pack(rows, self.max_tokens_per_pack):
-                with self.autocast():
-                    policy_M, _ = packed_forward(self.model, one, temperature)
-                slots = one.slot_M.numpy()
-                for slot, value in zip(slots, policy_M.float().cpu().numpy(), strict=True):
-                    out[row_N[slot]][position_N[slot]] = value
-        return out
+                values_N[one.slot_M.numpy()] = measure(one).float().cpu().numpy()
+        return spread(rows, values_N)
+
+    def _head_values(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        if self.value_head is None:
+            raise ValueError("the learner has no value head; give it one, or use a separate Critic")
+        values_M: torch.Tensor = self.value_head(hidden_MH.float())[:, 0]
+        return values_M
 
     @torch.no_grad()
     def _ref_logprobs(self, one: Pack, temperature: float) -> torch.Tensor:
@@ -193,12 +236,15 @@ class Learner(Trainer):
         return PlainWeights(self.model)
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "reference": self.reference and self.reference.state()}
+        head = None if self.value_head is None else self.value_head.state_dict()
+        return {**super()._state(), "reference": self.reference and self.reference.state(), "value_head": head}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         if self.reference is not None:
             self.reference.restore(state["reference"])
+        if self.value_head is not None:
+            self.value_head.load_state_dict(state["value_head"])
 
 
 def _count_batch(tally: Tally, rows: Sequence[TrainRow], flat: FlatBatch) -> None:
@@ -226,15 +272,100 @@ def _gather(rows: Sequence[TrainRow], values: Sequence[np.ndarray], flat: FlatBa
     return torch.from_numpy(np.concatenate([*found, np.zeros(0, np.float32)])).to(flat.row_N.device)
 
 
-def _tally_mismatch(tally: Tally, old_M: torch.Tensor, engine_M: torch.Tensor) -> None:
-    """How far the sampler's log-probs are from the learner's, before the update."""
-    known_M = torch.isfinite(engine_M)
-    if not bool(known_M.any()):
-        return
-    old, engine = old_M[known_M], engine_M[known_M]
+def policy_loss(
+    policy_M: torch.Tensor, old_M: torch.Tensor, part: FlatBatch, chosen_M: torch.Tensor | None, options: RLOptions
+) -> LossTerms:
+    """The loss of `options` on a pack's loss tokens; a sequence is a row, all of whose tokens are in the pack."""
+    args = options.loss_args
+    if options.spec.level == "sequence":
+        args["sequence_N"] = part.row_N if options.ratio_level == "sequence" else turn_ids(part.row_N, part.turn_N)
+    if options.spec.select is not None:
+        args["selected_N"] = chosen_M
+    return options.spec.function(policy_M, old_M, part.advantages_N, **args)
+
+
+def _select(
+    flat: FlatBatch,
+    rows: Sequence[TrainRow],
+    old: Sequence[np.ndarray] | None,
+    options: RLOptions,
+    rng: np.random.Generator,
+) -> torch.Tensor | None:
+    """bool [N] over the whole batch: the tokens that a covariance loss picks; None for other losses."""
+    if options.spec.select is None or old is None:
+        return None
+    args: dict[str, Any] = {} if options.cov_fraction is None else {"fraction": options.cov_fraction}
+    if "generator" in options.spec.select_options:
+        args["generator"] = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    return options.spec.select(_gather(rows, old, flat), flat.advantages_N, **args)
+
+
+def _selected(flat: FlatBatch, selected_N: torch.Tensor | None, chosen: Sequence[int]) -> torch.Tensor | None:
+    """A minibatch's part of `selected_N`, in its own row order."""
+    if selected_N is None:
+        return None
+    return torch.cat([selected_N[flat.row_N == row] for row in chosen])
+
+
+def _sample_weights(
+    policy_M: torch.Tensor, old_M: torch.Tensor, part: FlatBatch, options: RLOptions, tally: Tally
+) -> torch.Tensor | float:
+    """What multiplies the loss of each token because of who sampled it; rejected tokens stay in the denominators."""
+    weights_M: torch.Tensor | float = 1.0
+    if options.correction is not None:
+        terms = correction_weights(
+            old_M,
+            part.engine_logprobs_N,
+            part.row_N,
+            kind=options.correction,
+            low=options.correction_low,
+            high=options.correction_high,
+        )
+        tally.add("kept", terms.kept_N)
+        weights_M = terms.weights_N
+    if options.opsm_delta is not None:
+        kept_M = opsm_mask(policy_M, part.engine_logprobs_N, part.advantages_N, part.row_N, delta=options.opsm_delta)
+        tally.add("kept", kept_M)
+        weights_M = weights_M * kept_M
+    return weights_M
+
+
+def _llds(
+    policy_M: torch.Tensor, old_M: torch.Tensor, part: FlatBatch, num_preserved: int, options: RLOptions, tally: Tally
+) -> torch.Tensor:
+    last_M = torch.zeros(int(part.row_N.max()) + 1, dtype=torch.long, device=policy_M.device)
+    last_M = last_M.scatter_reduce(0, part.row_N, part.turn_N, "amax", include_self=False)
+    terms_M = llds(
+        policy_M,
+        old_M,
+        part.advantages_N,
+        part.row_N,
+        part.turn_N,
+        num_preserved=num_preserved,
+        gate=options.llds_gate,
+        answer_N=part.turn_N == last_M[part.row_N],
+        answer_weight=options.llds_answer_weight,
+    )
+    tally.add("llds", terms_M.detach() * num_preserved)
+    return terms_M.sum()
+
+
+def _tally_policy(tally: Tally, terms: LossTerms, policy_M: torch.Tensor, old_M: torch.Tensor, part: FlatBatch) -> None:
+    """Ratios, clips, how far the update moved, and how far the sampler is from the learner."""
+    for name in ("ratio", "clipped_low", "clipped_high", "dual_clipped"):
+        tally.add(name, getattr(terms, f"{name}_N"))
+    tally.add_max("ratio", terms.ratio_N.detach())
+    tally.add("kl_old", kl_k3(old_M, policy_M))
+    tally.add("logprob_good", policy_M[part.advantages_N > 0])
+    tally.add("logprob_bad", policy_M[part.advantages_N < 0])
+    known_M = torch.isfinite(part.engine_logprobs_N)
+    old, engine = old_M[known_M], part.engine_logprobs_N[known_M]
     tally.add("mismatch_abs", (engine - old).abs())
     tally.add("mismatch_k3", kl_k3(engine, old))
     tally.add_max("mismatch", (engine - old).abs())
+    rho = safe_ratio(old, engine)
+    tally.add("rho", rho)
+    tally.add("rho_squared", rho.square())
 
 
 def frozen_copy(model: Any) -> Any:

@@ -11,6 +11,8 @@ import torch
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at a time (64 MiB in float32)."""
+RULED_OUT = -1e30
+"""Logits are at least this: a probability of 0 without an infinity."""
 BLOCK_ELEMENTS = 1 << 19
 """Logits worked on at a time within a chunk (2 MiB): the passes of a softmax then stay in the CPU's cache."""
 
@@ -46,6 +48,9 @@ def _scaled_logits(
     logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
     if logits_CV.dtype not in (torch.float32, torch.float64):
         logits_CV = logits_CV.float()
+    if bias_V is not None:
+        # A token that the bias rules out has -inf, which would make 0 * inf of its share of the entropy.
+        logits_CV = logits_CV.clamp(min=RULED_OUT)
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 

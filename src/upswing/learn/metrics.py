@@ -19,6 +19,9 @@ class Mean:
     def __add__(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
+    def __sub__(self, other: Mean) -> Mean:
+        return Mean(self.total - other.total, self.count - other.count)
+
     @property
     def value(self) -> float:
         """NaN when nothing was counted."""
@@ -78,6 +81,17 @@ class UpdateMetrics:
     """|engine - old| log-prob, where the engine gave one: sampler and learner disagree by this much."""
     mismatch_k3: Mean
     mismatch_max: float
+    mismatch_chi2: float
+    """Chi-squared of the learner's distribution from the sampler's: mean of (old / engine)^2, less 1."""
+    ess_frac: float
+    """Effective sample size over loss tokens, as a share of them: 1 where sampler and learner agree."""
+    logprob_good: Mean
+    """policy log-prob on tokens of positive advantage; its fall while reward rises is likelihood displacement."""
+    logprob_bad: Mean
+    kept: Mean
+    """Share of tokens that correction and off-policy mask keep; count 0 without them."""
+    llds: Mean
+    """LLDS penalty a computed token, unweighted; count 0 without it."""
     num_rows: int
     num_rows_skipped: int
     """Rows that were not computed: no loss token, or advantage exactly 0 with no KL or entropy term."""
@@ -91,6 +105,8 @@ class UpdateMetrics:
     """Steps not applied because no token had a gradient, or the gradient was not finite."""
     num_nonfinite: int
     """Of these, the ones with a gradient that was not finite."""
+    num_steps_stopped: int
+    """Steps left out because the policy had moved too far (`kl_stop`)."""
     lr: float
     seconds: float
 
@@ -118,6 +134,12 @@ def update_metrics(tally: Tally) -> UpdateMetrics:
         mismatch_abs=tally.mean("mismatch_abs"),
         mismatch_k3=tally.mean("mismatch_k3"),
         mismatch_max=tally.maxima.get("mismatch", math.nan),
+        mismatch_chi2=tally.mean("rho_squared").value - 1.0,
+        ess_frac=_ess(tally.mean("rho"), tally.mean("rho_squared")),
+        logprob_good=tally.mean("logprob_good"),
+        logprob_bad=tally.mean("logprob_bad"),
+        kept=tally.mean("kept"),
+        llds=tally.mean("llds"),
         num_rows=counts["rows"],
         num_rows_skipped=counts["rows_skipped"],
         num_loss_tokens=counts["loss_tokens"],
@@ -125,6 +147,11 @@ def update_metrics(tally: Tally) -> UpdateMetrics:
         num_steps=counts["steps"],
         num_steps_skipped=counts["steps_skipped"],
         num_nonfinite=counts["nonfinite"],
+        num_steps_stopped=counts["steps_stopped"],
         lr=tally.lr,
         seconds=tally.seconds,
     )
+
+
+def _ess(rho: Mean, squared: Mean) -> float:
+    return rho.value**2 / squared.value if squared.count else math.nan

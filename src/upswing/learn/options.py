@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from upswing.algo import check_aggregation, check_clip, check_kl_estimator
+from upswing.algo.aggregate import check_aggregation
+from upswing.algo.correction import check_correction
+from upswing.algo.kl import check_kl_estimator
+from upswing.algo.loss import LOSSES, LossSpec, check_clip
+from upswing.algo.regularise import LLDS_GATES
 from upswing.errors import ConfigError, did_you_mean
 
 OLD_LOGPROBS = ("recompute", "engine")
@@ -12,17 +17,38 @@ OLD_LOGPROBS = ("recompute", "engine")
 
 @dataclass(frozen=True, kw_only=True)
 class RLOptions:
-    """How `rl_update` turns advantages into a step. Checked when made: ConfigError names what is wrong."""
+    """Choices of a policy loss and what is added to it. Checked when made: ConfigError names what is wrong."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    loss: str = "ppo_clip"
+    """A name in `algo.loss.LOSSES`; the fields down to `ratio_level` are its options, None its own default."""
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual_clip: float | None = 3.0
     """Bound on the ratio for negative advantages; None: none."""
+    tau_pos: float | None = None
+    tau_neg: float | None = None
+    cov_fraction: float | None = None
+    cov_coef: float | None = None
+    ratio_level: str = "sequence"
+    """What a sequence-level loss takes its ratio of: `sequence` (the exact token sequence of a row) or `turn`."""
+    correction: str | None = None
+    """A name in `algo.correction.CORRECTIONS`, applied to old / engine log-probs."""
+    correction_low: float | None = None
+    correction_high: float | None = None
+    opsm_delta: float | None = None
+    """Nats a token beyond which a bad sequence that the policy has left behind is masked; None: never."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference model, which is run only above 0."""
+    """Weight of the KL to the reference in the loss; the reference is run only above 0."""
     kl_estimator: str = "k2"
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
+    llds_coef: float = 0.0
+    llds_gate: str = "action"
+    llds_answer_weight: float = 1.0
+    """Weight of a sequence's last turn in LLDS."""
+    value_coef: float = 0.0
+    """Weight of the value head's loss."""
+    value_clip: float | None = None
     aggregation: str = "token-mean"
     norm_length: float | None = None
     """Tokens to divide by in `seq-mean-token-sum-norm`."""
@@ -35,32 +61,62 @@ class RLOptions:
     old_logprobs: str = "recompute"
     """Where they come from when there is more than one optimizer step: `recompute`, a forward before the first one; or
     `engine`, the sampler's own (bypass mode), which saves that forward and is as exact as engine and learner agree."""
+    kl_stop: float | None = None
+    """Leave out a batch's remaining steps once the mean k3 of a step to the policy before the batch is above this."""
 
     def __post_init__(self) -> None:
-        check_clip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+        for name, allowed in (("loss", LOSSES), ("old_logprobs", OLD_LOGPROBS), ("llds_gate", LLDS_GATES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is '{value}'; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}")
+        if self.loss in ("ppo_clip", "clip_cov", "gspo"):
+            low, high = self.clip_low or 0.2, self.clip_high or 0.2
+            check_clip(clip_low=low, clip_high=high, dual_clip=self.dual_clip)
+        if self.correction is not None:
+            check_correction(self.correction, self.correction_low, self.correction_high)
         check_kl_estimator(self.kl_estimator)
         check_aggregation(self.aggregation, self.norm_length)
+        required = self.spec.aggregation
+        if required is not None and self.aggregation != required:
+            raise ConfigError(f"aggregation is '{self.aggregation}', but loss '{self.loss}' needs '{required}'")
         if self.kl_coef < 0:
             raise ConfigError(f"kl_coef is {self.kl_coef}; it must be 0 (no KL) or above")
         if not self.temperature > 0:
             raise ConfigError(
                 f"temperature is {self.temperature}; RL needs one above 0, the one that the batch was sampled with"
             )
-        if self.old_logprobs not in OLD_LOGPROBS:
-            raise ConfigError(
-                f"old_logprobs is '{self.old_logprobs}'; allowed: {', '.join(OLD_LOGPROBS)}"
-                f"{did_you_mean(self.old_logprobs, OLD_LOGPROBS)}"
-            )
+        for name in ("tau_pos", "tau_neg"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0, such as 1.0")
         for name in ("updates_per_batch", "minibatches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
+    @classmethod
+    def of(cls, stage: Any, **changes: Any) -> RLOptions:
+        """Those of a recipe's stage, whose keys have the same names; null leaves the default, a dual_clip of 0 none."""
+        names = [field.name for field in fields(cls)]
+        found = {name: getattr(stage, name, None) for name in names}
+        found = {name: value for name, value in found.items() if value is not None} | changes
+        return cls(**{**found, "dual_clip": found.get("dual_clip") or None})
+
+    @property
+    def spec(self) -> LossSpec:
+        return LOSSES[self.loss]
+
+    @property
+    def loss_args(self) -> dict[str, Any]:
+        """Keyword arguments of the loss function."""
+        given = {name: getattr(self, name) for name in self.spec.options}
+        return {name: value for name, value in given.items() if value is not None or name == "dual_clip"}
+
     @property
     def regularised(self) -> bool:
         """Whether rows without an advantage have a gradient too."""
-        return self.kl_coef > 0 or self.entropy_coef != 0
+        return self.kl_coef > 0 or self.entropy_coef != 0 or self.llds_coef > 0 or self.value_coef > 0
 
     @property
     def on_policy(self) -> bool:
-        """One step a batch: the policy before the step is the policy of the step."""
-        return self.updates_per_batch * self.minibatches == 1
+        """One step a batch, and no choice among its tokens: the policy of the step is all that it needs."""
+        return self.updates_per_batch * self.minibatches == 1 and self.spec.select is None

@@ -31,6 +31,10 @@ class TrainRow:
     """[T] turn index; None: all of it is turn 0."""
     policy_version: Int32T | None = None
     """[T] weight version that sampled the token; None: unknown."""
+    returns: Float32T | None = None
+    """[T] what a value head should say before each loss token."""
+    old_values: Float32T | None = None
+    """[T] what it said when the batch was sampled."""
     group: int = 0
     """Rows of one group are packed together, so that a prompt that they share is computed once."""
     trajectory: int = -1
@@ -38,7 +42,7 @@ class TrainRow:
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        names = ("loss_mask", "engine_logprobs", "turn", "policy_version")
+        names = ("loss_mask", "engine_logprobs", "turn", "policy_version", "returns", "old_values")
         arrays = {name: getattr(self, name) for name in names}
         if isinstance(self.advantage, np.ndarray):
             arrays["advantage"] = self.advantage
@@ -89,12 +93,18 @@ class FlatBatch:
     """int64: turn index."""
     policy_version_N: torch.Tensor
     """int64: -1 where unknown."""
-    start_B: np.ndarray
-    """int64 [B]: slot of each row's first loss token."""
+    returns_N: torch.Tensor
+    """float32, NaN where unknown, as in `old_values_N`."""
+    old_values_N: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
         return len(self.row_N)
+
+    def at(self, slot_M: torch.Tensor) -> FlatBatch:
+        """The tokens at these slots, in that order."""
+        chosen: dict[str, Any] = {k: v[slot_M] for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **chosen)
 
     def to(self, device: torch.device) -> FlatBatch:
         """The same with its tensors on `device`."""
@@ -112,19 +122,7 @@ def flatten(rows: Sequence[TrainRow]) -> FlatBatch:
     counts = np.array([len(found) for found in positions], dtype=np.int64)
     position_N = np.concatenate([*positions, np.zeros(0, np.int64)])
     row_N = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
-    advantage_N = np.empty(len(row_N), np.float32)
-    engine_N = np.full(len(row_N), np.nan, np.float32)
-    turn_N, version_N = np.zeros(len(row_N), np.int64), np.full(len(row_N), -1, np.int64)
-    start_B = np.cumsum(counts) - counts
-    for row, found, start in zip(rows, positions, start_B, strict=True):
-        slots = slice(int(start), int(start) + len(found))
-        advantage_N[slots] = row.advantage[found] if isinstance(row.advantage, np.ndarray) else row.advantage
-        if row.engine_logprobs is not None:
-            engine_N[slots] = row.engine_logprobs[found]
-        if row.turn is not None:
-            turn_N[slots] = row.turn[found]
-        if row.policy_version is not None:
-            version_N[slots] = row.policy_version[found]
+    advantage_N = _column(rows, positions, "advantage", np.float32, 0.0)
     bad = np.flatnonzero(~np.isfinite(advantage_N))
     if len(bad):
         raise ValueError(f"row {row_N[bad[0]]} has advantage {advantage_N[bad[0]]}; it must be finite (unscored: 0)")
@@ -133,11 +131,37 @@ def flatten(rows: Sequence[TrainRow]) -> FlatBatch:
         position_N=torch.from_numpy(position_N),
         sequence_N=torch.from_numpy(_sequence_ids(rows)[row_N]),
         advantages_N=torch.from_numpy(advantage_N),
-        engine_logprobs_N=torch.from_numpy(engine_N),
-        turn_N=torch.from_numpy(turn_N),
-        policy_version_N=torch.from_numpy(version_N),
-        start_B=start_B,
+        engine_logprobs_N=torch.from_numpy(_column(rows, positions, "engine_logprobs", np.float32, np.nan)),
+        turn_N=torch.from_numpy(_column(rows, positions, "turn", np.int64, 0)),
+        policy_version_N=torch.from_numpy(_column(rows, positions, "policy_version", np.int64, -1)),
+        returns_N=torch.from_numpy(_column(rows, positions, "returns", np.float32, np.nan)),
+        old_values_N=torch.from_numpy(_column(rows, positions, "old_values", np.float32, np.nan)),
     )
+
+
+def _column(
+    rows: Sequence[TrainRow], positions: Sequence[np.ndarray], name: str, dtype: Any, missing: float
+) -> np.ndarray:
+    """[N]: one of the rows' arrays at the loss tokens; a number stands for every token, None for `missing`."""
+    parts = []
+    for row, found in zip(rows, positions, strict=True):
+        value = getattr(row, name)
+        parts.append(
+            value[found] if isinstance(value, np.ndarray) else np.full(len(found), missing if value is None else value)
+        )
+    return np.concatenate([*parts, np.zeros(0)]).astype(dtype)
+
+
+def spread(rows: Sequence[TrainRow], values_N: np.ndarray) -> list[Float32T]:
+    """[N] in row order -> float32 [T] a row, NaN where nothing is trained."""
+    out, start = [], 0
+    for row in rows:
+        at = row.loss_positions
+        array = np.full(len(row.tokens), np.nan, np.float32)
+        array[at] = values_N[start : start + len(at)]
+        start += len(at)
+        out.append(array)
+    return out
 
 
 def _sequence_ids(rows: Sequence[TrainRow]) -> np.ndarray:

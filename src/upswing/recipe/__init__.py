@@ -1,5 +1,6 @@
 """The recipe: YAML in, one frozen object out, every mistake named in one line before anything heavy is imported."""
 
+from upswing.recipe.distill import DistillStage
 from upswing.recipe.fields import Section
 from upswing.recipe.load import load_recipe, recipe_from
 from upswing.recipe.models import (
@@ -11,10 +12,15 @@ from upswing.recipe.models import (
     Recipe,
     VerifierSection,
 )
-from upswing.recipe.stages import EarlyWarning, EvalStage, Graduation, RlStage, SftStage, Stage
+from upswing.recipe.offline import PairStage, PreferenceStage
+from upswing.recipe.reward_model import RewardModelStage
+from upswing.recipe.rl import CriticSection, EarlyWarning, RlBase, RlStage
+from upswing.recipe.stages import EvalStage, Graduation, SftStage, Stage
 
 __all__ = [
+    "CriticSection",
     "DatasetSection",
+    "DistillStage",
     "EarlyWarning",
     "EngineSection",
     "EnvSection",
@@ -22,7 +28,11 @@ __all__ = [
     "Graduation",
     "LearnerSection",
     "LimitsSection",
+    "PairStage",
+    "PreferenceStage",
     "Recipe",
+    "RewardModelStage",
+    "RlBase",
     "RlStage",
     "Section",
     "SftStage",

@@ -74,8 +74,6 @@ def _message(error: Any, location: Location) -> str:
         tag = str(context["tag"])
         return f"stage: got '{tag}'{did_you_mean(tag, STAGE_KINDS)} (allowed: {', '.join(STAGE_KINDS)})"
     if kind == "literal_error":
-        if location[-1] == "kl_estimator" and got == "k1":
-            return "got 'k1', whose gradient in a loss is zero on average; allowed: k2, k3, k3_ratio"
         options = [option.strip("' ") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
         return f"got {_show(got)}{did_you_mean(str(got), options)} (allowed: {', '.join(options)})"
     return _value_message(kind, got, context, str(error["msg"]))

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from upswing.recipe.distill import DistillStage
+from upswing.recipe.lora import LoraSection
 from upswing.recipe.models import (
     DatasetSection,
     EngineSection,
@@ -19,7 +21,10 @@ from upswing.recipe.models import (
     Recipe,
     VerifierSection,
 )
-from upswing.recipe.stages import EarlyWarning, EvalStage, Graduation, RlStage, SftStage
+from upswing.recipe.offline import PreferenceStage
+from upswing.recipe.reward_model import RewardModelStage
+from upswing.recipe.rl import CriticSection, EarlyWarning, RlStage
+from upswing.recipe.stages import EvalStage, Graduation, SftStage
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The recipe", Recipe),
@@ -32,7 +37,14 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`stages`: `sft`", SftStage),
     ("`graduation` of `sft`", Graduation),
     ("`stages`: `rl`", RlStage),
-    ("`early_warning` of `rl`", EarlyWarning),
+    ("`critic` of `rl`", CriticSection),
+    ("`early_warning` of `rl` and `distill`", EarlyWarning),
+    ("`stages`: `preference`", PreferenceStage),
+    ("`stages`: `reward_model`", RewardModelStage),
+    ("`stages`: `distill`", DistillStage),
+    ("`lora` of a stage", LoraSection),
+    ("`stages`: `preference`", PreferenceStage),
+    ("`stages`: `reward_model`", RewardModelStage),
     ("`stages`: `eval`", EvalStage),
 )
 

@@ -21,7 +21,12 @@ from upswing.recipe.fields import (
     expand_shorthand,
     refuse,
 )
+from upswing.recipe.reward_model import RewardModelStage
+from upswing.recipe.rl import RlStage
 from upswing.recipe.stages import EvalStage, SftStage, Stage
+
+NO_POLICY = (EvalStage, RewardModelStage)
+"""Stages that leave no weights that an agent could be played with."""
 
 
 class EnvSection(Section):
@@ -170,7 +175,7 @@ class Recipe(Section):
 
     def _check_stage_names(self) -> None:
         """Names are unique and every reference is to an earlier stage with weights."""
-        weights: list[str] = ["base"]
+        weights, reward_models = ["base"], list[str]()
         for index, stage in enumerate(self.stages):
             key = f"stages.{index}"
             taken = [earlier.name for earlier in self.stages[:index]]
@@ -186,15 +191,22 @@ class Recipe(Section):
             )
             if isinstance(stage, SftStage) and stage.time_limit_as is not None:
                 references.append(("time_limit_as", stage.time_limit_as))
+            if isinstance(stage, RlStage) and stage.reward_model is not None:
+                references.append(("reward_model", stage.reward_model))
             for field, name in references:
-                allowed = weights[1:] if field == "time_limit_as" else ["previous", *weights]
+                allowed = {"time_limit_as": weights[1:], "reward_model": reward_models}.get(
+                    field, ["previous", *weights]
+                )
                 if name not in allowed:
+                    kind = "reward_model stage" if field == "reward_model" else "stage with weights"
                     raise refuse(
                         f"{key}.{field}",
-                        f"got '{name}', no earlier stage with weights{did_you_mean(name, allowed)} "
+                        f"got '{name}', no earlier {kind}{did_you_mean(name, allowed)} "
                         f"(allowed: {', '.join(allowed) or 'none yet'})",
                     )
-            if not isinstance(stage, EvalStage):
+            if isinstance(stage, RewardModelStage):
+                reward_models.append(stage.name)
+            elif not isinstance(stage, NO_POLICY):
                 weights.append(stage.name)
 
     def dump(self) -> str:
@@ -209,7 +221,7 @@ class Recipe(Section):
         """The stage name whose final weights `reference` means at stage `index`, or `base`."""
         if reference != "previous":
             return reference
-        earlier = [stage.name for stage in self.stages[:index] if not isinstance(stage, EvalStage)]
+        earlier = [stage.name for stage in self.stages[:index] if not isinstance(stage, NO_POLICY)]
         return earlier[-1] if earlier else "base"
 
 

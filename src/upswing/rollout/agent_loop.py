@@ -95,7 +95,7 @@ class _Progress:
 
     conversation: Conversation | None = None
     records: list[ToolRecord] = field(default_factory=list)
-    env_reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
     turns: int = 0
     answer: str | None = None
     env_s: float = 0.0
@@ -187,7 +187,7 @@ async def _turns(
         observation = await call_env(env.step, message, timeout_s=limits.env_timeout_s)
         progress.env_s += time.perf_counter() - mark
         progress.records.extend(observation.tool_records)
-        progress.env_reward += observation.reward
+        progress.turn_rewards.append(observation.reward)
         if observation.done:
             progress.answer = observation.answer
             progress.stop_reason = observation.stop_reason or StopReason.ENV_DONE
@@ -236,7 +236,7 @@ def _trajectory(
         tool_records=tuple(progress.records),
         num_turns=progress.turns,
         error=error,
-        state={**state, "env_reward": progress.env_reward},
+        state={**state, "env_reward": sum(progress.turn_rewards), "turn_rewards": progress.turn_rewards},
         drift=conversation.drift if conversation else (),
         source=source,
         seed=seed,

@@ -1,35 +1,53 @@
-"""The `rl` stage. A step is the README's loop: tasks -> rollout -> verifier -> advantage -> update -> weights."""
+"""The loop of `rl` and `distill` stages: tasks -> rollout -> verifier -> advantage -> update -> weights."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+
+from upswing.algo.regularise import informative_groups
 from upswing.errors import UpswingError
+from upswing.learn.critic import Critic
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
-from upswing.learn.schedule import Schedule
 from upswing.monitor.progress import TaskProgress
 from upswing.recipe import RlStage
+from upswing.recipe.distill import DistillStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
+from upswing.stages.distill import DistillMethod
 from upswing.stages.evaluate import SUCCESS, measure
+from upswing.stages.policy import PolicyMethod
 from upswing.stages.rl_metrics import batch_metrics, early_warning
-from upswing.stages.rows import rl_rows
+from upswing.stages.rows import Batch
 from upswing.trajectory.types import Group, Task
 from upswing.trajectory.validate import validate_group
 
 MODEL_OF_STEP = "step-{:06d}"
 
 
+class Method(Protocol):
+    """What a kind of stage makes of a step's groups."""
+
+    learner: Learner
+    critic: Critic | None
+
+    async def learn(
+        self, groups: Sequence[Group], step: int
+    ) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]: ...
+
+
 @dataclass(kw_only=True)
 class _Training:
-    learner: Learner
+    method: Method
     folder: Path
     step: int = 0
     """Finished steps."""
@@ -41,8 +59,12 @@ class _Training:
     train_s: float = 0.0
     """Wall time of the finished steps, sampling included, evaluations left out."""
 
+    @property
+    def learner(self) -> Learner:
+        return self.method.learner
 
-async def run_rl(context: RunContext, stage: RlStage, index: int) -> dict[str, Any]:
+
+async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int) -> dict[str, Any]:
     """Train and save the final weights -> facts for state.json. Goes on from the last checkpoint of a killed run."""
     training = _start(context, stage, index)
     await context.push_weights(training.learner.weights())
@@ -64,55 +86,77 @@ async def run_rl(context: RunContext, stage: RlStage, index: int) -> dict[str, A
     return {"steps": training.step, "train_s": round(training.train_s, 1)}
 
 
-def _is_over(stage: RlStage, training: _Training) -> bool:
+def _is_over(stage: RlStage | DistillStage, training: _Training) -> bool:
     timed_out = stage.time_limit_s is not None and training.train_s >= stage.time_limit_s
     return training.step >= stage.steps or timed_out
 
 
-async def _step(context: RunContext, stage: RlStage, training: _Training, shown: TaskProgress) -> None:
+async def _step(context: RunContext, stage: RlStage | DistillStage, training: _Training, shown: TaskProgress) -> None:
     """One step of the loop."""
     started = time.perf_counter()
-    tasks = _tasks(context, stage, training.step)
-    groups = await _rollout(context, stage, tasks, training.step)
+    groups = await _groups(context, stage, training.step)
     rollout_s = time.perf_counter() - started
-    rows, rewards, advantages = rl_rows(groups, truncated=stage.truncated, normalize_std=stage.normalize_std)
     training.updating = True
-    update = training.learner.rl_update(rows, **_loss_options(stage))
+    batch, update, signals = await training.method.learn(groups, training.step)
     await context.push_weights(training.learner.weights())
     step_s = time.perf_counter() - started
     training.train_s += step_s
+    found = {} if update is None else update.as_dict()
     values = {
-        **batch_metrics(groups, rewards, advantages, context.recovered),
-        **{key: value for key, value in update.as_dict().items() if key != "seconds"},
+        **batch_metrics(groups, batch.rewards_B.tolist(), context.recovered),
+        **{key: value for key, value in found.items() if key != "seconds"},
+        **signals,
         "rollout_s": rollout_s,
-        "update_s": update.seconds,
+        "update_s": found.get("seconds", 0.0),
         "step_s": step_s,
         "train_s": training.train_s,
     }
     context.metrics.append(stage.name, training.step + 1, values)
-    _report(context, stage, training, shown, values, update)
+    _report(context, stage, training, shown, values)
 
 
-def _tasks(context: RunContext, stage: RlStage, step: int) -> list[Task]:
-    """The step's tasks: a slice of the stage's stream, so that a resumed run sees what it would have seen."""
+async def _groups(context: RunContext, stage: RlStage | DistillStage, step: int) -> list[Group]:
+    """The step's groups. With dynamic sampling: batches until enough groups have a spread, whole ones kept in order."""
+    batches = (stage.dynamic_sampling if isinstance(stage, RlStage) else None) or 1
+    kept: list[Group] = []
+    for number in range(batches):
+        found = await _rollout(context, stage, _tasks(context, stage, step * batches + number), step, number)
+        kept += found if batches == 1 else [group for group in found if _is_informative(group)]
+        if len(kept) >= stage.tasks_per_step:
+            break
+    return kept[: stage.tasks_per_step] or found
+
+
+def _is_informative(group: Group) -> bool:
+    """By the verifier's success where there is one: a shaped reward makes every group look so."""
+    scores = [t.score for t in group.trajectories if t.score is not None]
+    found = [score.components.get(SUCCESS, score.value) for score in scores]
+    values_B = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
+    return bool(informative_groups(values_B, torch.zeros(len(values_B), dtype=torch.long)).any())
+
+
+def _tasks(context: RunContext, stage: RlStage | DistillStage, number: int) -> list[Task]:
+    """Batch `number` of the stage's tasks: a slice of its stream, so that a resumed run sees what it would have."""
     seed = derive_seed(context.recipe.seed, stage.name, "tasks")
-    tasks = context.tasks.take("train", seed, stage.tasks_per_step, skip=step * stage.tasks_per_step)
+    tasks = context.tasks.take("train", seed, stage.tasks_per_step, skip=number * stage.tasks_per_step)
     if len(tasks) < stage.tasks_per_step:
         raise UpswingError(
-            f"{stage.name}: the train tasks ran out at step {step}; make the stream endless or stop earlier"
+            f"{stage.name}: the train tasks ran out at batch {number}; make the stream endless or stop earlier"
         )
     return tasks
 
 
-async def _rollout(context: RunContext, stage: RlStage, tasks: Sequence[Task], step: int) -> list[Group]:
-    """Sample, score, check and store the step's groups."""
+async def _rollout(
+    context: RunContext, stage: RlStage | DistillStage, tasks: Sequence[Task], step: int, number: int
+) -> list[Group]:
+    """Sample, score, check and store batch `number` of the step's groups."""
     total = len(tasks) * stage.group_size
     with context.progress.task(f"{stage.name}: rollouts of step {step + 1}", total=total, unit="trajectory") as shown:
         groups = await context.rollouts.groups(
             tasks,
             size=stage.group_size,
             sampling=context.sampling(temperature=stage.temperature),
-            seed=derive_seed(context.recipe.seed, stage.name, step),
+            seed=derive_seed(context.recipe.seed, stage.name, step, *([number] if number else [])),
             on_done=lambda trajectory: shown.advance(1),
         )
     for group in groups:
@@ -121,41 +165,24 @@ async def _rollout(context: RunContext, stage: RlStage, tasks: Sequence[Task], s
     return groups
 
 
-def _loss_options(stage: RlStage) -> dict[str, Any]:
-    return {
-        "temperature": stage.temperature,
-        "clip_low": stage.clip_low,
-        "clip_high": stage.clip_high,
-        "dual_clip": stage.dual_clip,
-        "aggregation": stage.aggregation,
-        "norm_length": stage.norm_length,
-        "kl_coef": stage.kl_coef,
-        "kl_estimator": stage.kl_estimator or "k2",
-        "minibatches": stage.minibatches,
-        "updates_per_batch": stage.updates_per_batch,
-        "old_logprobs": stage.old_logprobs or "recompute",
-    }
-
-
 def _report(
     context: RunContext,
-    stage: RlStage,
+    stage: RlStage | DistillStage,
     training: _Training,
     shown: TaskProgress,
     values: dict[str, Any],
-    update: UpdateMetrics,
 ) -> None:
     shown.update(
         training.step + 1,
         reward=round(values["reward"], 3),
-        entropy=round(values["entropy"], 3),
+        entropy=round(values.get("entropy", math.nan), 3),
         zero_variance=round(values["zero_variance_frac"], 2),
         calls=round(values["tool_calls"], 2),
     )
-    if update.num_nonfinite:
+    if values.get("num_nonfinite"):
         context.warn(
             "update skipped",
-            evidence=f"the gradient of {update.num_nonfinite} update(s) was not finite",
+            evidence=f"the gradient of {values['num_nonfinite']:.0f} update(s) was not finite",
             remedy="Lower the learning rate if it happens again.",
             stage=stage.name,
             step=training.step + 1,
@@ -172,13 +199,13 @@ def _report(
             raise UpswingError(f"{stage.name}: {title}: {evidence}. {remedy}")
 
 
-async def _after_step(context: RunContext, stage: RlStage, training: _Training) -> None:
+async def _after_step(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> None:
     if stage.save_every and training.step % stage.save_every == 0:
         _save(context, stage, training)
     await _evaluate(context, stage, training)
 
 
-async def _evaluate(context: RunContext, stage: RlStage, training: _Training) -> None:
+async def _evaluate(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> None:
     """Greedy success on fixed dev tasks."""
     if not stage.eval_every or training.step % stage.eval_every:
         return
@@ -204,23 +231,18 @@ async def _evaluate(context: RunContext, stage: RlStage, training: _Training) ->
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def _start(context: RunContext, stage: RlStage, index: int) -> _Training:
+def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _Training:
     """A fresh learner, or the one of the newest whole checkpoint, with what came after it forgotten."""
-    source = context.recipe.source_of(index, stage.from_)
-    learner = Learner(
-        context.source_model(source),
-        lr=stage.lr,
-        weight_decay=stage.weight_decay,
-        grad_clip=stage.grad_clip,
-        schedule=Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps),
-        max_tokens_per_pack=stage.max_tokens_per_pack,
-        compute_dtype=context.compute_dtype,
-        ref_model=context.source_model(source) if stage.kl_coef else None,
+    method: Method = (
+        PolicyMethod(context, stage, index) if isinstance(stage, RlStage) else DistillMethod(context, stage, index)
     )
-    training = _Training(learner=learner, folder=context.out / "checkpoints" / stage.name)
-    newest = max(training.folder.glob("step-??????"), default=None)
+    training = _Training(method=method, folder=context.out / "checkpoints" / stage.name)
+    whole = [path for path in training.folder.glob("step-??????") if method.critic is None or _critic(path).exists()]
+    newest = max(whole, default=None)
     if newest is not None:
-        learner.load(newest)
+        method.learner.load(newest)
+        if method.critic is not None:
+            method.critic.load(_critic(newest))
         training.step = training.saved = int(newest.name.removeprefix("step-"))
         rows = [row for row in context.metrics.read(stage.name) if "train_s" in row and row["step"] <= training.step]
         training.train_s = float(rows[-1]["train_s"]) if rows else 0.0
@@ -230,11 +252,20 @@ def _start(context: RunContext, stage: RlStage, index: int) -> _Training:
     return training
 
 
-def _save(context: RunContext, stage: RlStage, training: _Training) -> None:
+def _save(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> None:
     """Save the state after the last finished step; older checkpoints beyond `keep_checkpoints` go."""
     if training.step == training.saved:
         return
-    training.learner.save(training.folder / MODEL_OF_STEP.format(training.step), tokenizer=context.loaded.tokenizer)
+    path = training.folder / MODEL_OF_STEP.format(training.step)
+    if training.method.critic is not None:  # first, so that a policy never stands without it
+        training.method.critic.save(_critic(path))
+    training.learner.save(path, tokenizer=context.loaded.tokenizer)
     training.saved = training.step
     for old in sorted(training.folder.glob("step-??????"))[: -stage.keep_checkpoints]:
         shutil.rmtree(old)
+        shutil.rmtree(_critic(old), ignore_errors=True)
+
+
+def _critic(path: Path) -> Path:
+    """Where the critic of a checkpoint is."""
+    return path.with_name(f"critic-{path.name}")

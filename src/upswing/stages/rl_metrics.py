@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
+from upswing.algo.advantage import has_signal
 from upswing.evals.summary import record_of
 from upswing.trajectory.types import Group, Outcome, Trajectory
 
@@ -12,12 +15,11 @@ from upswing.trajectory.types import Group, Outcome, Trajectory
 def batch_metrics(
     groups: Sequence[Group],
     rewards_B: Sequence[float],
-    advantages_B: Sequence[float],
     recovered: Callable[[Trajectory], bool | None] | None = None,
 ) -> dict[str, float]:
     """Means over the batch's counted trajectories; NaN where nothing was counted.
 
-    `rewards_B` and `advantages_B` go over the trajectories of all groups in order; NaN rewards are the unscored ones.
+    `rewards_B` goes over the trajectories of all groups in order; NaN rewards are the unscored ones.
     """
     played = [t for group in groups for t in group.trajectories]
     records = [record_of(t, recovered) for t in played]
@@ -38,7 +40,7 @@ def batch_metrics(
         "num_errored": sum(record.outcome == Outcome.ERRORED for record in records),
         "num_unscored": len(counted) - len(scored),
         "num_drift_events": sum(len(t.drift) for t in played),
-        **_group_shares(groups, rewards_B, advantages_B),
+        **_group_shares(groups, rewards_B),
     }
     for name in dict.fromkeys(name for record in counted for name in record.components):
         found = [record.components.get(name) for record in counted]
@@ -46,21 +48,14 @@ def batch_metrics(
     return values
 
 
-def _group_shares(
-    groups: Sequence[Group], rewards_B: Sequence[float], advantages_B: Sequence[float]
-) -> dict[str, float]:
+def _group_shares(groups: Sequence[Group], rewards_B: Sequence[float]) -> dict[str, float]:
     """Shares of groups without a reward spread, split into too easy (all at the batch's best) and too hard."""
-    flat: list[float] = []
-    informative = 0
-    start = 0
-    for group in groups:
-        stop = start + len(group.trajectories)
-        scored = [reward for reward in rewards_B[start:stop] if not math.isnan(reward)]
-        if any(advantages_B[start:stop]):
-            informative += 1
-        elif scored:
-            flat.append(scored[0])
-        start = stop
+    group_B = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories], dtype=torch.long)
+    values_B = torch.tensor(rewards_B, dtype=torch.float64)
+    signal_B = has_signal(values_B, group_B)
+    informative = len(torch.unique(group_B[signal_B]))
+    scored_B = torch.isfinite(values_B)
+    flat = [float(values_B[(group_B == index) & scored_B][0]) for index in torch.unique(group_B[scored_B & ~signal_B])]
     known = [reward for reward in rewards_B if not math.isnan(reward)]
     best = max(known, default=math.nan)
     easy = sum(reward >= best and reward > 0 for reward in flat)

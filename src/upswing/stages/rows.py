@@ -1,17 +1,39 @@
-"""From trajectories to training rows: rewards, group-relative advantages, and what each row's loss covers."""
+"""From trajectories to a batch: rewards, groups, and the training rows with what each one's loss covers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from upswing.algo.advantage import group_relative
+from upswing.algo.regularise import overlong_penalty
 from upswing.learn.rows import TrainRow
 from upswing.trajectory.masks import loss_mask
 from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
 
 UNSCORED = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The trajectories of a step. `rows` has one row a branch of the scored ones; `row.trajectory` indexes [B]."""
+
+    trajectories: tuple[Trajectory, ...]
+    rewards_B: torch.Tensor
+    """float64; NaN: not scored, in no baseline, row or denominator."""
+    group_B: torch.Tensor
+    """int64."""
+    rows: tuple[TrainRow, ...]
+
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        """Loss tokens, int64."""
+        lengths_B = torch.zeros_like(self.group_B)
+        for row in self.rows:
+            lengths_B[row.trajectory] += len(row.loss_positions)
+        return lengths_B
 
 
 def reward_of(trajectory: Trajectory, truncated: str) -> float:
@@ -28,47 +50,64 @@ def reward_of(trajectory: Trajectory, truncated: str) -> float:
     return trajectory.reward
 
 
-def rl_rows(
-    groups: Sequence[Group], *, truncated: str, normalize_std: bool
-) -> tuple[list[TrainRow], list[float], list[float]]:
-    """Training rows of a batch, one a branch -> (rows, rewards, advantages), the last two one a trajectory.
+def make_batch(
+    groups: Sequence[Group],
+    *,
+    truncated: str,
+    rewards: Sequence[float | None] | None = None,
+    overlong: tuple[int, int, float] | None = None,
+    unscored: bool = False,
+) -> Batch:
+    """The groups as a batch.
 
-    Trajectories without a reward give no rows: they are neither in the baseline nor in any denominator.
+    `rewards`, one a trajectory: instead of the verifiers' (a reward model's; None: unscored). Trajectories that the
+    verifiers' reward leaves out stay out whatever it says. `overlong`: (length, cache, factor) of the length penalty.
+    `unscored`: give rows to trajectories without a reward too, unless they errored or were cancelled.
     """
-    trajectories = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
-    rewards_B = torch.tensor([reward_of(t, truncated) for _, t in trajectories], dtype=torch.float64)
-    group_B = torch.tensor([index for index, _ in trajectories], dtype=torch.long)
-    advantages_B = group_relative(rewards_B, group_B, normalize_std=normalize_std)
-    rows = []
-    for number, (group, trajectory) in enumerate(trajectories):
-        if torch.isnan(rewards_B[number]):
-            continue
-        hide = truncated == "mask" and trajectory.outcome is Outcome.TRUNCATED
-        for branch in trajectory.branches:
-            rows.append(
-                TrainRow(
-                    tokens=branch.tokens,
-                    loss_mask=loss_mask(branch) & (not hide),
-                    advantage=float(advantages_B[number]),
-                    engine_logprobs=branch.engine_logprobs,
-                    group=group,
-                    trajectory=number,
-                )
-            )
-    return rows, rewards_B.tolist(), advantages_B.tolist()
+    members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
+    values = [reward_of(t, truncated) for _, t in members]
+    if rewards is not None:
+        new = [UNSCORED if value is None else value for value in rewards]
+        values = [UNSCORED if math.isnan(old) else value for old, value in zip(values, new, strict=True)]
+    rewards_B = torch.tensor(values, dtype=torch.float64)
+    if overlong is not None:
+        sampled_B = torch.tensor([t.num_sampled_tokens for _, t in members])
+        length, cache, factor = overlong
+        rewards_B += overlong_penalty(sampled_B, max_length=length, cache=cache, factor=factor)
+    rows = [
+        row
+        for number, (group, trajectory) in enumerate(members)
+        if not math.isnan(rewards_B[number])
+        or (unscored and trajectory.outcome not in (Outcome.ERRORED, Outcome.CANCELLED))
+        for row in _rows(trajectory, group, number, truncated == "mask")
+    ]
+    return Batch(
+        trajectories=tuple(t for _, t in members),
+        rewards_B=rewards_B,
+        group_B=torch.tensor([index for index, _ in members], dtype=torch.long),
+        rows=tuple(rows),
+    )
 
 
 def sft_rows(trajectories: Sequence[Trajectory]) -> list[TrainRow]:
-    """Rows of demonstrations: the loss covers what the agent said, end-of-turn tokens included, and nothing else."""
+    """Rows of demonstrations: the loss covers what the agent said, end-of-turn tokens included, and nothing else.
+
+    They are one group, so that the system prompt that all share is computed once a pack.
+    """
+    return [row for number, trajectory in enumerate(trajectories) for row in _rows(trajectory, 0, number, False)]
+
+
+def _rows(trajectory: Trajectory, group: int, number: int, mask_truncated: bool) -> list[TrainRow]:
+    hide = mask_truncated and trajectory.outcome is Outcome.TRUNCATED
     return [
         TrainRow(
             tokens=branch.tokens,
-            loss_mask=loss_mask(branch),
-            advantage=1.0,
+            loss_mask=loss_mask(branch) & (not hide),
             engine_logprobs=branch.engine_logprobs,
-            group=0,  # one group, so that the system prompt that all share is computed once a pack
+            turn=branch.turn,
+            policy_version=branch.policy_version,
+            group=group,
             trajectory=number,
         )
-        for number, trajectory in enumerate(trajectories)
         for branch in trajectory.branches
     ]

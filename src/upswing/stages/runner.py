@@ -25,12 +25,14 @@ from upswing.learn.precision import native_bf16
 from upswing.models.load import load_model, resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
-from upswing.recipe import EvalStage, Recipe, RlStage, SftStage
+from upswing.recipe import DistillStage, EvalStage, PreferenceStage, Recipe, RewardModelStage, RlStage, SftStage
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext, RunState, TaskSource
 from upswing.stages.evaluate import measure, run_eval
+from upswing.stages.preference import run_preference
+from upswing.stages.reward_model import run_reward_model
 from upswing.stages.rl import run_rl
 from upswing.stages.sft import run_sft
 from upswing.trajectory.render import ChatRenderer
@@ -42,6 +44,9 @@ from upswing.world import World, preflight
 RUNNERS: dict[type, Callable[..., Awaitable[dict[str, Any]]]] = {
     SftStage: run_sft,
     RlStage: run_rl,
+    PreferenceStage: run_preference,
+    RewardModelStage: run_reward_model,
+    DistillStage: run_rl,
     EvalStage: run_eval,
 }
 

@@ -1,0 +1,454 @@
+"""The `rl` stage of a recipe. Null means: as the algorithm has it (`presets.py`); a resolved recipe shows it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from upswing.recipe.fields import (
+    Bool,
+    Count,
+    CountOrZero,
+    Float,
+    Fraction,
+    Int,
+    NotNegative,
+    Positive,
+    Schedule,
+    Section,
+    Text,
+    refuse,
+)
+from upswing.recipe.lora import GradientCheckpointing, Lora, refuse_dropout
+from upswing.recipe.presets import EFFECTS, LENGTH_NORMALISED, PRESETS, SEQUENCES
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Algorithm = Literal["custom", *PRESETS]  # type: ignore[valid-type]
+Advantage = Literal[*EFFECTS["advantage"]]  # type: ignore[valid-type]
+Loss = Literal[*EFFECTS["loss"]]  # type: ignore[valid-type]
+Correction = Literal[*EFFECTS["correction"]]  # type: ignore[valid-type]
+
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+RATIO_FREE = {"cov_fraction"}
+"""Options of a loss that work at a ratio of 1 too."""
+KL_IN_REWARD = ("reinforce", "reinforce_pp", "rloo", "remax", "gae")
+"""Advantages that a KL in the reward can enter: those that don't divide it by a group's spread."""
+GROUPED = ("group", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "gdpo", "gigpo", "turn", "process")
+
+
+class EarlyWarning(Section):
+    """What is said loudly when nothing can be learned: every sample cut, or no group with a reward spread."""
+
+    steps: Count = Field(default=3, description="First steps that are watched, and how many in a row must be bad.")
+    truncated_frac: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        default=1.0, description="Warn when at least this share of trajectories was truncated."
+    )
+    stop: Bool = Field(default=False, description="End the run with an error instead of only warning.")
+
+
+class CriticSection(Section):
+    """PPO's critic."""
+
+    kind: Literal["separate", "head"] = Field(
+        default="separate",
+        description="A model of its own (twice the memory), or a value head on the policy's last hidden state.",
+    )
+    lr: Positive | None = Field(default=None, description="Learning rate of a separate critic; null: 1e-4.")
+    coef: Positive | None = Field(default=None, description="Weight of a head's value loss in the loss; null: 0.1.")
+    clip: Positive | None = Field(default=0.2, description="How far a value may move from the old one; null: any.")
+    warmup_steps: CountOrZero = Field(default=0, description="First steps that train only a separate critic.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        own = {"lr": 1e-4} if data.get("kind", "separate") == "separate" else {"coef": 0.1}
+        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.kind == "head" and self.lr is not None:
+            raise refuse("lr", f"got {self.lr:g} without effect: a head learns at the policy's rate; use coef")
+        if self.kind == "separate" and self.coef is not None:
+            raise refuse("coef", f"got {self.coef:g} without effect: a separate critic has a loss of its own; use lr")
+        if self.kind == "head" and self.warmup_steps:
+            raise refuse("warmup_steps", f"got {self.warmup_steps} without effect: a head trains with the policy")
+        return self
+
+
+class RlBase(Section):
+    """What every stage that learns from its own samples has."""
+
+    stage: str = Field(description="Kind of stage.")
+    name: Text = Field(description="Name of the stage: its folder, and what later stages refer to.")
+    from_: Text = Field(
+        default="previous",
+        alias="from",
+        description="Weights to start from: previous, base or the name of an earlier stage.",
+    )
+    steps: Count = Field(description="Batches to sample and learn from.")
+    tasks_per_step: Count = Field(default=8, description="Tasks a step (P).")
+    group_size: Count = Field(default=8, description="Trajectories a task (G).")
+    temperature: Positive = Field(default=1.0, description="Sampling temperature.")
+    top_p: Float = Field(
+        default=1.0, description="Only 1: otherwise the learner's log-probs are of another distribution."
+    )
+    top_k: Int = Field(
+        default=0, description="Only 0 (keep all): otherwise the learner's log-probs are of another distribution."
+    )
+    lr: Positive = Field(default=2e-5, description="Peak learning rate.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
+    warmup_steps: CountOrZero = Field(default=0, description="Steps during which the learning rate rises.")
+    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
+    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
+    max_tokens_per_pack: Count = Field(default=4096, description="Tokens a packed forward may hold; bounds memory.")
+    gradient_checkpointing: GradientCheckpointing = False
+    lora: Lora = None
+    eval_every: CountOrZero = Field(default=5, description="Steps between evaluations on dev; 0: none.")
+    eval_tasks: Count = Field(default=64, description="Dev tasks an evaluation.")
+    save_every: CountOrZero = Field(
+        default=5, description="Steps between checkpoints to resume from; 0: only at the end."
+    )
+    keep_checkpoints: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
+    time_limit_s: Positive | None = Field(default=None, description="Stop after so many seconds; null: run all steps.")
+    early_warning: EarlyWarning = Field(
+        default_factory=EarlyWarning, description="Warning when nothing can be learned in the first steps."
+    )
+
+    @model_validator(mode="after")
+    def _sampling(self) -> Self:
+        why = "RL would then sample from another distribution than the learner's log-probs are of"
+        if self.top_p != 1.0:
+            raise refuse("top_p", f"got {self.top_p}; allowed: 1.0 ({why}; use temperature)")
+        if self.top_k != 0:
+            raise refuse("top_k", f"got {self.top_k}; allowed: 0 ({why}; use temperature)")
+        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+            raise refuse("warmup_steps", f"got {self.warmup_steps}; allowed: fewer than the {self.steps} steps")
+        refuse_dropout(self.lora)
+        return self
+
+
+class RlStage(RlBase):
+    """Policy-gradient learning from verified multi-turn trajectories. `upswing algorithms` lists the algorithms."""
+
+    stage: Literal["rl"] = Field(default="rl", description="Kind of stage.")
+    name: Text = Field(default="rl", description="Name of the stage: its folder, and what later stages refer to.")
+    algorithm: Algorithm = Field(
+        default="grpo",
+        description="Named choice of the keys below (`upswing algorithms`); custom: advantage, loss and aggregation "
+        "are yours to combine.",
+    )
+    advantage: Advantage | None = Field(default=None, description="Advantage estimator; set by the algorithm.")
+    normalize_std: Bool | None = Field(
+        default=None, description="Divide advantages by the group's standard deviation (group, gigpo)."
+    )
+    baseline: Literal["batch", "ema", "none"] | None = Field(
+        default=None, description="What reinforce subtracts: mean of the rest of the batch, moving average, nothing."
+    )
+    baseline_decay: Fraction | None = Field(default=None, description="Share of the old moving average kept a step.")
+    pass_k: Count | None = Field(default=None, description="Size of the sets that pass_at_k rewards.")
+    gamma: Fraction | None = Field(
+        default=None, description="Discount: a token (reinforce_pp, gae over tokens) or a turn (gigpo, gae over turns)."
+    )
+    lam: Fraction | None = Field(default=None, description="Lambda of GAE: 1 is Monte-Carlo, 0 one step.")
+    gae_over: Literal["tokens", "turns"] | None = Field(
+        default=None, description="What a step of GAE is: a sampled token, or a whole turn."
+    )
+    step_weight: NotNegative | None = Field(
+        default=None, description="Weight of the step advantage beside the outcome's (gigpo, turn, process)."
+    )
+    process_form: Literal["step_end", "min"] | None = Field(
+        default=None, description="How step scores become credit: sum of later ones, or their soft minimum (PURE)."
+    )
+    critic: CriticSection | None = Field(default=None, description="The critic (ppo).")
+    loss: Loss | None = Field(default=None, description="Policy loss; set by the algorithm.")
+    ratio_level: Literal["sequence", "turn"] | None = Field(
+        default=None, description="What gspo takes the ratio of: the whole sequence, or each turn."
+    )
+    clip_low: Annotated[float, Field(strict=True, gt=0, le=1)] | None = Field(
+        default=None,
+        description="The ratio is clipped below 1 - clip_low; 1: not; for gmpo it is the log-ratio that is.",
+    )
+    clip_high: Positive | None = Field(default=None, description="The ratio is clipped above 1 + clip_high.")
+    dual_clip: Float | None = Field(
+        default=None, description="Bound on the loss of a bad sample that grew likely, above 1 + clip_high; 0: none."
+    )
+    tau_pos: Positive | None = Field(default=None, description="sapo's temperature for positive advantages.")
+    tau_neg: Positive | None = Field(default=None, description="sapo's temperature for the others.")
+    cov_fraction: Fraction | None = Field(default=None, description="Share of tokens that clip_cov or kl_cov picks.")
+    cov_coef: Positive | None = Field(default=None, description="Weight of kl_cov's penalty.")
+    aggregation: Aggregation | None = Field(
+        default=None,
+        description="How token losses become one number: token-mean (all tokens alike), seq-mean-token-mean (all "
+        "trajectories alike), seq-mean-token-sum, seq-mean-token-sum-norm (sum over norm_length; dr_grpo).",
+    )
+    norm_length: Count | None = Field(
+        default=None,
+        description="Tokens that seq-mean-token-sum-norm divides by (256 by default); other aggregations: null.",
+    )
+    minibatches: Count | None = Field(default=None, description="Updates that a batch is split into, by whole groups.")
+    updates_per_batch: Count = Field(default=1, description="Passes over a batch.")
+    old_logprobs: Literal["recompute", "engine"] | None = Field(
+        default=None,
+        description="Log-probs before the update, when a batch has several: recompute (the default, one more forward) "
+        "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one.",
+    )
+    kl_stop: Positive | None = Field(
+        default=None, description="Skip a batch's remaining updates when the KL to the policy before it is above this."
+    )
+    correction: Correction | None = Field(
+        default=None,
+        description="Importance correction where sampler and learner differ: truncated (tis, seq_tis), masked (mis, "
+        "seq_mis, icepop) or rejected (geo_rs, k3_rs).",
+    )
+    correction_low: NotNegative | None = Field(default=None, description="Lower bound on learner / sampler.")
+    correction_high: Positive | None = Field(default=None, description="Upper bound on it (k3_rs: on the mean k3).")
+    opsm_delta: Positive | None = Field(
+        default=None,
+        description="Leave out bad trajectories (negative advantage) that the policy has moved away from by more than "
+        "so many nats a token since they were sampled.",
+    )
+    kl_coef: NotNegative = Field(default=0.0, description="Weight of the KL to the reference; 0: none.")
+    kl_in: Literal["loss", "reward"] | None = Field(
+        default=None, description="Where that KL is: a term of the loss, or subtracted from each token's reward."
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] | None = Field(
+        default=None,
+        description="In the loss k2 (default), k3 (as GRPO was published) or k3_ratio: k1 has no gradient there; in "
+        "the reward k1.",
+    )
+    kl_target: Positive | None = Field(default=None, description="Adapt kl_coef towards this KL a token; null: fixed.")
+    kl_horizon: Count | None = Field(default=None, description="Trajectories over which kl_coef adapts (10000).")
+    ref_refresh_steps: Count | None = Field(
+        default=None, description="Steps after which the reference becomes the current policy; null: never."
+    )
+    entropy_coef: NotNegative = Field(default=0.0, description="Weight of an entropy bonus; 0: none.")
+    entropy_target: Positive | None = Field(
+        default=None, description="Adapt the bonus: it grows by entropy_coef a step below this entropy, else shrinks."
+    )
+    llds_coef: NotNegative = Field(
+        default=0.0, description="Weight of the penalty on good actions that become unlikely (LLDS); 0: none."
+    )
+    llds_gate: Literal["action", "response", "token"] | None = Field(
+        default=None, description="What must have become unlikelier as a whole for that penalty to act."
+    )
+    llds_answer_weight: Fraction | None = Field(
+        default=None, description="Weight of the final turn's tokens in that penalty (LLDS-MA); null: 1."
+    )
+    overlong_length: Count | None = Field(
+        default=None, description="Sampled tokens from which a trajectory has the whole length penalty; null: none."
+    )
+    overlong_cache: Count | None = Field(default=None, description="Tokens before that over which the penalty rises.")
+    overlong_factor: Positive | None = Field(default=None, description="The whole penalty, in units of reward (1).")
+    dynamic_sampling: Count | None = Field(
+        default=None,
+        description="Sample up to so many batches a step until tasks_per_step groups have a spread; null: one, as is.",
+    )
+    truncated: Literal["as_is", "zero", "mask"] = Field(
+        default="as_is",
+        description="Truncated trajectories keep their score (as_is), score 0 (zero), or keep it in the group's "
+        "baseline without entering the loss (mask).",
+    )
+    reward_model: Text | None = Field(
+        default=None, description="Earlier reward_model stage whose score is the reward; null: the verifiers."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        """Null keys become what the algorithm and the other keys make of them."""
+        if not isinstance(data, dict):
+            return data
+        preset = PRESETS.get(str(data.get("algorithm", "grpo")))
+        nullable = {name for name, field in cls.model_fields.items() if field.default is None}
+        filled = {key: value for key, value in data.items() if value is not None or key not in nullable}
+        more = {} if preset is None else preset.choices
+        filled = {**{key: value for key, value in more.items() if key != "kl_in"}, **filled}
+        filled.setdefault("minibatches", 1)
+        _fill_choices(filled)
+        if _positive(filled, "kl_coef"):
+            filled.setdefault("kl_in", more.get("kl_in", "loss"))
+            filled.setdefault("kl_estimator", "k1" if filled["kl_in"] == "reward" else "k2")
+            if "kl_target" in filled:
+                filled.setdefault("kl_horizon", 10_000)
+        if _positive(filled, "llds_coef"):
+            filled.setdefault("llds_gate", "action")
+        if "overlong_length" in filled:
+            filled.setdefault("overlong_factor", 1.0)
+        if filled.get("aggregation") == LENGTH_NORMALISED:
+            filled.setdefault("norm_length", 256)
+        return filled
+
+    @property
+    def single_update(self) -> bool:
+        """One optimizer step a batch: the policy of the step is the one before it, and every ratio is 1."""
+        return (self.minibatches or 1) * self.updates_per_batch == 1
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        """Refuse what would be ignored or would silently train something else."""
+        self._check_algorithm()
+        self._check_choices()
+        self._check_batch()
+        self._check_loss()
+        self._check_kl()
+        self._check_rest()
+        return self
+
+    def _check_algorithm(self) -> None:
+        preset = PRESETS.get(self.algorithm)
+        if preset is None:
+            for key in ("advantage", "loss", "aggregation"):
+                if getattr(self, key) is None:
+                    raise refuse(key, f"got nothing, but algorithm 'custom' needs it; allowed: {_allowed(key)}")
+            return
+        fixed = ("advantage", "loss", *(("normalize_std",) if "normalize_std" in preset.choices else ()))
+        if self.algorithm == "dr_grpo":
+            fixed += ("aggregation",)
+        for key in fixed:
+            if getattr(self, key) != preset.choices[key]:
+                raise refuse(
+                    key,
+                    f"got {_said(getattr(self, key))}, but {self.algorithm} means {_said(preset.choices[key])}; leave "
+                    "it out, or use algorithm: custom",
+                )
+
+    def _check_choices(self) -> None:
+        """Every key that belongs to a choice not made is refused."""
+        for choice, table in EFFECTS.items():
+            chosen = getattr(self, choice)
+            own = table.get(chosen, {}) if chosen is not None else {}
+            for key in dict.fromkeys(key for keys in table.values() for key in keys):
+                if key in own or getattr(self, key) is None:
+                    continue
+                users = ", ".join(name for name, keys in table.items() if key in keys)
+                raise refuse(
+                    key, f"got {_said(getattr(self, key))} without effect, as {choice} is {chosen}; it is for {users}"
+                )
+
+    def _check_batch(self) -> None:
+        minibatches = self.minibatches or 1
+        if self.advantage in GROUPED and self.group_size < 2:
+            raise refuse("group_size", "got 1, but an advantage is relative to the group; allowed: 2 and more")
+        if self.pass_k is not None and self.pass_k > self.group_size:
+            raise refuse("pass_k", f"got {self.pass_k}; allowed: up to group_size ({self.group_size})")
+        if minibatches > self.tasks_per_step or self.tasks_per_step % minibatches:
+            raise refuse(
+                "minibatches",
+                f"got {minibatches}, which doesn't divide the {self.tasks_per_step} tasks_per_step into equal "
+                f"sets of whole groups; allowed: {divisors(self.tasks_per_step)}",
+            )
+        if self.single_update:
+            why = "as a batch has one update, whose ratio is 1; set minibatches or updates_per_batch too"
+            ratio_keys = {key for keys in EFFECTS["loss"].values() for key in keys} - RATIO_FREE
+            for key in ("old_logprobs", "kl_stop", *sorted(ratio_keys)):
+                if getattr(self, key) is not None:
+                    raise refuse(key, f"got {_said(getattr(self, key))} without effect, {why}")
+            if self.llds_coef:
+                raise refuse("llds_coef", f"got {self.llds_coef:g} without effect, {why}")
+        elif self.loss == "policy_gradient":
+            raise refuse(
+                "minibatches" if minibatches > 1 else "updates_per_batch",
+                f"got {max(minibatches, self.updates_per_batch)}, but loss 'policy_gradient' has no ratio and is wrong "
+                "after the first update of a batch; allowed: 1, or a loss with a ratio such as ppo_clip",
+            )
+
+    def _check_loss(self) -> None:
+        if self.dual_clip and self.dual_clip <= 1 + (self.clip_high or 0):
+            allowed = f"more than 1 + clip_high = {1 + (self.clip_high or 0):g}, or 0 for none"
+            raise refuse("dual_clip", f"got {self.dual_clip:g}; allowed: {allowed}")
+        if self.norm_length is not None and self.aggregation != LENGTH_NORMALISED:
+            raise refuse(
+                "norm_length", f"got {self.norm_length} without effect, as aggregation is '{self.aggregation}'"
+            )
+        if self.loss in SEQUENCE_LOSSES and self.aggregation != SEQUENCES:
+            raise refuse(
+                "aggregation",
+                f"got '{self.aggregation}', but loss '{self.loss}' is a mean over sequences; allowed: {SEQUENCES}",
+            )
+        if self.correction is not None and self.old_logprobs == "engine":
+            raise refuse(
+                "correction",
+                f"got '{self.correction}' with old_logprobs 'engine', whose ratio already holds the correction; use "
+                "one of them",
+            )
+        if self.correction_low is not None and self.correction_high is not None:  # noqa: SIM102
+            if self.correction_low >= self.correction_high:
+                raise refuse(
+                    "correction_low",
+                    f"got {self.correction_low:g}; allowed: below correction_high ({self.correction_high:g})",
+                )
+
+    def _check_kl(self) -> None:
+        if self.kl_coef == 0:
+            for key in ("kl_in", "kl_estimator", "kl_target", "kl_horizon", "ref_refresh_steps"):
+                if getattr(self, key) is not None:
+                    raise refuse(key, f"got {_said(getattr(self, key))} without effect, as kl_coef is 0; set it too")
+            return
+        if self.kl_horizon is not None and self.kl_target is None:
+            raise refuse("kl_horizon", f"got {self.kl_horizon} without effect, as kl_target is null; set it too")
+        if self.kl_in == "reward":
+            if self.advantage not in KL_IN_REWARD:
+                raise refuse(
+                    "kl_in",
+                    f"got 'reward', but advantage '{self.advantage}' would rescale the KL by each group's rewards; "
+                    f"use loss, or an advantage of {', '.join(KL_IN_REWARD)}",
+                )
+            if self.kl_estimator != "k1":
+                raise refuse(
+                    "kl_estimator",
+                    f"got '{self.kl_estimator}'; in the reward only k1 gives the gradient of the KL; allowed: k1",
+                )
+        elif self.kl_estimator == "k1":
+            raise refuse(
+                "kl_estimator",
+                "got 'k1': as a loss its gradient is zero in expectation, so it would only add noise; allowed: k2, "
+                "k3_ratio, k3",
+            )
+
+    def _check_rest(self) -> None:
+        if self.llds_coef and self.old_logprobs == "engine":
+            raise refuse("old_logprobs", "got 'engine', but mismatch would then act as lost likelihood; use recompute")
+        if self.entropy_target is not None and not self.entropy_coef:
+            raise refuse("entropy_target", "got a target without effect, as entropy_coef is 0; set it too (the step)")
+        for key in ("llds_gate", "llds_answer_weight"):
+            if not self.llds_coef and getattr(self, key) is not None:
+                raise refuse(key, f"got {_said(getattr(self, key))} without effect, as llds_coef is 0; set it too")
+        if self.overlong_length is None:
+            for key in ("overlong_cache", "overlong_factor"):
+                if getattr(self, key) is not None:
+                    raise refuse(key, f"got {getattr(self, key)} without effect, as overlong_length is null")
+        elif self.overlong_cache is None or self.overlong_cache > self.overlong_length:
+            raise refuse(
+                "overlong_cache", f"got {self.overlong_cache}; allowed: 1 to overlong_length ({self.overlong_length})"
+            )
+
+
+def _fill_choices(filled: dict[str, Any]) -> None:
+    """Defaults of the keys that belong to the choices made."""
+    counts = [filled.get("minibatches", 1), filled.get("updates_per_batch", 1)]
+    single = counts == [1, 1]
+    for choice, table in EFFECTS.items():
+        for key, value in table.get(str(filled.get(choice)), {}).items():
+            if not (choice == "loss" and single and key not in RATIO_FREE):
+                filled.setdefault(key, value)
+
+
+def _positive(data: dict[str, Any], key: str) -> bool:
+    value = data.get(key)
+    return isinstance(value, (int, float)) and value > 0
+
+
+def _said(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _allowed(key: str) -> str:
+    return ", ".join(EFFECTS.get(key, {})) or "token-mean, seq-mean-token-mean, seq-mean-token-sum, ..."
+
+
+def divisors(number: int) -> str:
+    """`1, 2, 4, 8` of 8."""
+    return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)

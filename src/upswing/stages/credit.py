@@ -1,0 +1,242 @@
+"""The advantage of every loss token of a batch: the estimator that the stage names, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from upswing.algo import advantage as per_trajectory
+from upswing.algo import credit as per_token
+from upswing.errors import UpswingError
+from upswing.learn.rows import FlatBatch, TrainRow, flatten, spread
+from upswing.recipe import RlStage
+from upswing.stages.rows import Batch
+from upswing.trajectory.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evidence:
+    """What some estimators need beside rewards."""
+
+    kl_N: torch.Tensor | None = None
+    """float64: the KL penalty of each loss token, coefficient included, to be subtracted from its reward."""
+    values_N: torch.Tensor | None = None
+    """The critic's value before each loss token."""
+    greedy_B: torch.Tensor | None = None
+    """Reward of the greedy rollout of each trajectory's task."""
+    moving_average: float | None = None
+    """Of the rewards of earlier batches; None: there were none."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the rubric's verifiers."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Credit:
+    """What an estimator says."""
+
+    rows: tuple[TrainRow, ...]
+    """With advantages."""
+    returns_N: torch.Tensor | None = None
+    """float64: what the critic should have said."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+
+
+def assign(stage: RlStage, batch: Batch, evidence: Evidence) -> Credit:
+    """The batch's rows with advantages. Raises UpswingError for rewards that the estimator can't take."""
+    name = stage.advantage or ""
+    if name in _TOKENS:
+        flat = flatten(batch.rows)
+        advantages_N, returns_N, signals = _TOKENS[name](stage, batch, flat, evidence)
+        return Credit(rows=_with_tokens(batch.rows, advantages_N), returns_N=returns_N, signals=signals)
+    rewards_B = _less_kl(batch, evidence.kl_N)
+    try:
+        advantages_B = _TRAJECTORIES[name](stage, batch, rewards_B, evidence)
+    except ValueError as error:
+        raise UpswingError(f"{stage.name}: algorithm '{stage.algorithm}' can't take these rewards: {error}") from error
+    values = advantages_B.tolist()
+    return Credit(rows=tuple(replace(row, advantage=values[row.trajectory]) for row in batch.rows))
+
+
+def _less_kl(batch: Batch, kl_N: torch.Tensor | None) -> torch.Tensor:
+    """Rewards, less each trajectory's summed KL penalty."""
+    if kl_N is None:
+        return batch.rewards_B
+    return batch.rewards_B.index_add(0, flatten(batch.rows).sequence_N, -kl_N)
+
+
+def _with_tokens(rows: Sequence[TrainRow], advantages_N: torch.Tensor) -> tuple[TrainRow, ...]:
+    arrays = spread(rows, advantages_N.numpy())
+    return tuple(replace(row, advantage=array) for row, array in zip(rows, arrays, strict=True))
+
+
+# -- one advantage a trajectory ---------------------------------------------------------
+
+
+def _group(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, _: Evidence) -> torch.Tensor:
+    return per_trajectory.group_relative(rewards_B, batch.group_B, normalize_std=bool(stage.normalize_std))
+
+
+def _reinforce(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    if stage.baseline == "batch":
+        return per_trajectory.reinforce(rewards_B, baseline="batch")
+    return per_trajectory.reinforce(rewards_B, baseline=evidence.moving_average or 0.0)
+
+
+def _remax(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    assert evidence.greedy_B is not None
+    return per_trajectory.remax(rewards_B, evidence.greedy_B)
+
+
+def _gdpo(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    """Each weighted verifier's score; unscored trajectories stay out of all of them."""
+    names = list(evidence.weights)
+    found = [[_number(_component(t, name)) for name in names] for t in batch.trajectories]
+    scores_BK = torch.tensor(found, dtype=torch.float64)
+    scores_BK[torch.isnan(rewards_B)] = torch.nan
+    return per_trajectory.gdpo(scores_BK, batch.group_B, [evidence.weights[name] for name in names])
+
+
+_TRAJECTORIES: dict[str, Callable[[RlStage, Batch, torch.Tensor, Evidence], torch.Tensor]] = {
+    "group": _group,
+    "reinforce": _reinforce,
+    "rloo": lambda stage, batch, rewards_B, _: per_trajectory.rloo(rewards_B, batch.group_B),
+    "remax": _remax,
+    "opo": lambda stage, batch, rewards_B, _: per_trajectory.opo(rewards_B, batch.group_B, batch.lengths_B),
+    "gpg": lambda stage, batch, rewards_B, _: per_trajectory.gpg(rewards_B, batch.group_B),
+    "pass_at_k": lambda stage, batch, rewards_B, _: per_trajectory.pass_at_k(
+        rewards_B, batch.group_B, k=stage.pass_k or 1
+    ),
+    "reinforce_pp_baseline": lambda stage, batch, rewards_B, _: per_trajectory.reinforce_pp_baseline(
+        rewards_B, batch.group_B, batch.lengths_B
+    ),
+    "gdpo": _gdpo,
+}
+
+# -- one advantage a token ---------------------------------------------------------
+
+TokenCredit = tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]
+
+
+def _token_rewards(batch: Batch, flat: FlatBatch, kl_N: torch.Tensor | None) -> torch.Tensor:
+    """The outcome's reward on the last loss token, less each token's KL penalty."""
+    rewards_N = per_token.place_rewards(batch.rewards_B, flat.sequence_N)
+    return rewards_N if kl_N is None else rewards_N - kl_N
+
+
+def _reinforce_pp(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> TokenCredit:
+    rewards_N = _token_rewards(batch, flat, evidence.kl_N)
+    return per_token.reinforce_pp(rewards_N, flat.sequence_N, gamma=_or_one(stage.gamma)), None, {}
+
+
+def _gae(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> TokenCredit:
+    assert evidence.values_N is not None
+    advantages_N, returns_N = per_token.gae(
+        _token_rewards(batch, flat, evidence.kl_N),
+        evidence.values_N,
+        flat.sequence_N,
+        gamma=_or_one(stage.gamma),
+        lam=_or_one(stage.lam),
+        turn_N=flat.turn_N if stage.gae_over == "turns" else None,
+        whiten_advantages=True,
+    )
+    return advantages_N, returns_N, {}
+
+
+def _gigpo(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
+    keys, rewards, anchors = [], [], []
+    for number, trajectory in enumerate(batch.trajectories):
+        if torch.isnan(batch.rewards_B[number]):
+            continue
+        found = _turn_rewards(trajectory)
+        for turn, seen in enumerate(_observations(trajectory)):
+            outcome = float(batch.rewards_B[number]) if turn == len(found) - 1 else 0.0
+            keys.append((number, turn))
+            rewards.append(found[turn] + outcome)
+            anchors.append(seen)
+    advantages_S, mean_size = per_token.gigpo(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([number for number, _ in keys], dtype=torch.long),
+        anchors,
+        batch.group_B,
+        omega=_or_one(stage.step_weight),
+        gamma=_or_one(stage.gamma),
+        normalize_std=bool(stage.normalize_std),
+    )
+    spread_N = per_token.spread_turns(dict(zip(keys, advantages_S.tolist(), strict=True)), flat.sequence_N, flat.turn_N)
+    return spread_N, None, {"step_group_size": mean_size}
+
+
+def _turn(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
+    called = {
+        (number, turn): _turn_rewards(trajectory)[turn]
+        for number, trajectory in enumerate(batch.trajectories)
+        for turn in {record.turn for record in trajectory.tool_records}
+        if turn < len(_turn_rewards(trajectory))
+    }
+    advantages_N = per_token.mt_grpo(
+        batch.rewards_B, batch.group_B, called, flat.sequence_N, flat.turn_N, turn_weight=_or_one(stage.step_weight)
+    )
+    return advantages_N, None, {"turn_reward": float(np.mean(list(called.values()))) if called else 0.0}
+
+
+def _process(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
+    """Outcome advantage plus the weighted advantage of the environment's step scores."""
+    keys, scores = [], []
+    for number, trajectory in enumerate(batch.trajectories):
+        if not torch.isnan(batch.rewards_B[number]):
+            for turn, score in enumerate(_turn_rewards(trajectory)):
+                keys.append((number, turn))
+                scores.append(score)
+    scores_S, owner_S = torch.tensor(scores, dtype=torch.float64), torch.tensor([n for n, _ in keys], dtype=torch.long)
+    if stage.process_form == "min":
+        # Each step's soft minimum of what is still to come, against all steps of the group.
+        later_S = per_token.returns_to_go(per_token.min_form(scores_S, owner_S), owner_S)
+        steps_S = per_trajectory.group_relative(later_S, batch.group_B[owner_S])
+    else:
+        steps_S = per_token.process_step_end(scores_S, owner_S, batch.group_B)
+    spread_N = per_token.spread_turns(dict(zip(keys, steps_S.tolist(), strict=True)), flat.sequence_N, flat.turn_N)
+    outcome_B = per_trajectory.group_relative(batch.rewards_B, batch.group_B)
+    weight = 0.0 if stage.step_weight is None else stage.step_weight
+    return outcome_B[flat.sequence_N] + weight * spread_N, None, {"step_score": float(scores_S.mean())}
+
+
+_TOKENS: dict[str, Callable[[RlStage, Batch, FlatBatch, Evidence], TokenCredit]] = {
+    "reinforce_pp": _reinforce_pp,
+    "gae": _gae,
+    "gigpo": _gigpo,
+    "turn": _turn,
+    "process": _process,
+}
+
+
+def _turn_rewards(trajectory: Trajectory) -> list[float]:
+    """The environment's reward of each turn."""
+    return [float(reward) for reward in trajectory.state.get("turn_rewards", ())]
+
+
+def _observations(trajectory: Trajectory) -> list[str]:
+    """What stood before each of the agent's turns since its last one: the state that a turn starts from."""
+    seen: list[str] = []
+    current: list[str] = []
+    for message in trajectory.messages:
+        if message.role == "assistant":
+            seen.append("\n".join(current))
+            current = []
+        else:
+            current.append(f"{message.role}: {message.content}")
+    return seen[: len(_turn_rewards(trajectory))]
+
+
+def _component(trajectory: Trajectory, name: str) -> float | None:
+    return None if trajectory.score is None else trajectory.score.components.get(name)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _or_one(value: float | None) -> float:
+    return 1.0 if value is None else value

@@ -1,0 +1,184 @@
+"""What an `rl` stage does with a step's groups: rewards, evidence, credit, update. No sampling, no loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from upswing.algo.advantage import ema_baseline
+from upswing.algo.kl import adaptive_kl_coef, kl_reward
+from upswing.algo.regularise import adaptive_entropy_coef
+from upswing.learn.critic import Critic
+from upswing.learn.learner import Learner
+from upswing.learn.metrics import UpdateMetrics
+from upswing.learn.options import RLOptions
+from upswing.learn.reward_model import load_reward_model, score_trajectories
+from upswing.learn.rows import TrainRow, spread
+from upswing.learn.schedule import Schedule
+from upswing.models.heads import scalar_model
+from upswing.recipe import RlStage
+from upswing.stages.context import RunContext
+from upswing.stages.credit import Evidence, assign
+from upswing.stages.rows import Batch, make_batch, reward_of
+from upswing.trajectory.types import Group, Trajectory
+
+
+class PolicyMethod:
+    """Learns from verified groups. What it adapts from step to step is in `learner.extra`, so a checkpoint keeps it."""
+
+    def __init__(self, context: RunContext, stage: RlStage, index: int) -> None:
+        self.context, self.stage = context, stage
+        source = context.recipe.source_of(index, stage.from_)
+        head = stage.critic is not None and stage.critic.kind == "head"
+        self.learner = Learner(
+            context.adapted(context.source_model(source), stage),
+            ref_model=context.source_model(source) if stage.kl_coef and stage.lora is None else None,
+            value_head=head,
+            schedule=_schedule(stage),
+            **context.trainer_options(stage),
+        )
+        start = 0.0 if stage.entropy_target else stage.entropy_coef
+        self.learner.extra = {"kl_coef": stage.kl_coef, "entropy_coef": start, "moving_average": None}
+        self.learner.extra["entropy_weight"] = start
+        self.critic: Critic | None = None
+        if stage.critic is not None and not head:
+            options = {**context.trainer_options(stage), "lr": stage.critic.lr}
+            self.critic = Critic(scalar_model(context.source_model(source)), schedule=_schedule(stage), **options)
+        self.reward_model = None
+        if stage.reward_model is not None:
+            folder = context.checkpoint(stage.reward_model)
+            self.reward_model = load_reward_model(str(folder), compute_dtype=context.compute_dtype)
+
+    async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
+        """One update -> the batch, the policy's metrics (None while only the critic warms up) and further signals."""
+        stage, learner = self.stage, self.learner
+        batch = self._batch(groups)
+        kl_N, signals = self._kl_penalty(batch)
+        values = self._values(batch)
+        credit = assign(stage, batch, self._evidence(batch, kl_N, values, await self._greedy(groups)))
+        rows = list(credit.rows)
+        signals |= credit.signals
+        returns = None if credit.returns_N is None else spread(rows, credit.returns_N.numpy())
+        if self.critic is not None and returns is not None and values is not None:
+            signals |= self._train_critic(rows, returns, values)
+        if stage.critic is not None and stage.critic.kind == "head" and returns is not None and values is not None:
+            rows = [replace(r, returns=a, old_values=b) for r, a, b in zip(rows, returns, values, strict=True)]
+        update = None
+        if stage.critic is None or step >= stage.critic.warmup_steps:
+            update = learner.rl_update(rows, self._options())
+        self._adapt(batch, update, signals, step)
+        return batch, update, signals
+
+    def _options(self) -> RLOptions:
+        stage, extra = self.stage, self.learner.extra
+        in_loss = stage.kl_in == "loss"
+        changes: dict[str, Any] = {"kl_coef": extra["kl_coef"] if in_loss else 0.0}
+        changes["entropy_coef"] = extra["entropy_weight"]
+        if not in_loss:
+            changes["kl_estimator"] = "k2"  # of the loss, where there is none
+        if stage.critic is not None and stage.critic.coef is not None:
+            changes |= {"value_coef": stage.critic.coef, "value_clip": stage.critic.clip}
+        return RLOptions.of(stage, **changes)
+
+    def _batch(self, groups: Sequence[Group]) -> Batch:
+        if self.reward_model is None:
+            scores = None
+        else:
+            scores = score_trajectories(self.reward_model, [t for group in groups for t in group.trajectories])
+        stage = self.stage
+        overlong = None
+        if stage.overlong_length is not None:
+            overlong = (stage.overlong_length, stage.overlong_cache or 0, stage.overlong_factor or 1.0)
+        return make_batch(groups, truncated=stage.truncated, rewards=scores, overlong=overlong)
+
+    def _kl_penalty(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """With the KL in the reward: each token's penalty, and its mean before the coefficient."""
+        if self.stage.kl_in != "reward":
+            return None, {}
+        rows, temperature = batch.rows, self.stage.temperature
+        policy, ref = (self.learner.logprobs(rows, temperature, reference=which) for which in (False, True))
+        kl_N = kl_reward(at_loss(rows, policy), at_loss(rows, ref))
+        return self.learner.extra["kl_coef"] * kl_N, {"kl": float(kl_N.mean()) if len(kl_N) else float("nan")}
+
+    def _values(self, batch: Batch) -> list[np.ndarray] | None:
+        if self.stage.critic is None:
+            return None
+        return (self.critic or self.learner).values(batch.rows)
+
+    async def _greedy(self, groups: Sequence[Group]) -> list[Trajectory] | None:
+        """ReMax's baseline: one greedy rollout a task."""
+        if self.stage.advantage != "remax":
+            return None
+        sampling = self.context.sampling(temperature=0.0)
+        return await self.context.rollouts.singles([group.task for group in groups], sampling=sampling, seed=0)
+
+    def _evidence(
+        self,
+        batch: Batch,
+        kl_N: torch.Tensor | None,
+        values: list[np.ndarray] | None,
+        greedy: list[Trajectory] | None,
+    ) -> Evidence:
+        greedy_B = None
+        if greedy is not None:
+            found = [reward_of(t, self.stage.truncated) for t in greedy]
+            if self.reward_model is not None:
+                scores = score_trajectories(self.reward_model, greedy)
+                found = [float("nan") if score is None else score for score in scores]
+            greedy_B = torch.tensor(found, dtype=torch.float64)[batch.group_B]
+        return Evidence(
+            kl_N=kl_N,
+            values_N=None if values is None else at_loss(batch.rows, values),
+            greedy_B=greedy_B,
+            moving_average=self.learner.extra["moving_average"],
+            weights={v.name: v.weight for v in self.context.recipe.verifiers if v.weight},
+        )
+
+    def _train_critic(
+        self, rows: Sequence[TrainRow], returns: list[np.ndarray], values: list[np.ndarray]
+    ) -> dict[str, float]:
+        assert self.critic is not None and self.stage.critic is not None
+        found = self.critic.value_update(
+            rows,
+            returns,
+            values,
+            clip=self.stage.critic.clip,
+            updates_per_batch=self.stage.updates_per_batch,
+            minibatches=self.stage.minibatches or 1,
+        )
+        return {f"critic_{name}": found[name] for name in ("loss", "grad_norm", "explained_variance")}
+
+    def _adapt(self, batch: Batch, update: UpdateMetrics | None, signals: Mapping[str, float], step: int) -> None:
+        """After the update: moving average, coefficients and reference for the next step."""
+        stage, extra = self.stage, self.learner.extra
+        if stage.baseline == "ema":
+            decay = 0.9 if stage.baseline_decay is None else stage.baseline_decay
+            extra["moving_average"] = ema_baseline(extra["moving_average"], batch.rewards_B, decay)
+        if stage.kl_target is not None and stage.kl_horizon is not None:
+            kl = update.kl.value if update is not None and stage.kl_in == "loss" else signals.get("kl", float("nan"))
+            extra["kl_coef"] = adaptive_kl_coef(
+                extra["kl_coef"], kl, target=stage.kl_target, horizon=stage.kl_horizon, num_samples=len(batch.rewards_B)
+            )
+        if stage.entropy_target is not None and update is not None:
+            extra["entropy_coef"], extra["entropy_weight"] = adaptive_entropy_coef(
+                extra["entropy_coef"],
+                update.entropy.value,
+                target=stage.entropy_target,
+                step=stage.entropy_coef,
+            )
+        if stage.ref_refresh_steps and (step + 1) % stage.ref_refresh_steps == 0 and self.learner.reference:
+            self.learner.reference.refresh()
+
+
+def _schedule(stage: RlStage) -> Schedule:
+    return Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps)
+
+
+def at_loss(rows: Sequence[TrainRow], arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    """[T] a row at the loss tokens, float64 [N]."""
+    found = [array[row.loss_positions] for row, array in zip(rows, arrays, strict=True)]
+    return torch.from_numpy(np.concatenate([*found, np.zeros(0, np.float32)])).double()
