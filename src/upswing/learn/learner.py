@@ -160,12 +160,11 @@ class Learner(Trainer):
             if options.llds_coef:
                 total = total + options.llds_coef * _llds(policy_M, old_M, part, num_preserved, options, tally)
             if options.value_coef:
-                value_M, clipped_M = value_loss(
+                value_M, _ = value_loss(
                     self._head_values(hidden_MH), part.returns_N, part.old_values_N, clip=options.value_clip
                 )
                 total = total + options.value_coef * value_M.sum() / flat.num_tokens
                 tally.add("value_loss", value_M)
-                tally.add("value_clipped", clipped_M)
             _tally_policy(tally, terms, policy_M.detach(), old_M, part)
             return total
 

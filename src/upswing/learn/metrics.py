@@ -92,6 +92,8 @@ class UpdateMetrics:
     """Share of tokens that correction and off-policy mask keep; count 0 without them."""
     llds: Mean
     """LLDS penalty a computed token, unweighted; count 0 without it."""
+    value_loss: Mean
+    """Of a value head; count 0 without one."""
     num_rows: int
     num_rows_skipped: int
     """Rows that were not computed: no loss token, or advantage exactly 0 with no KL or entropy term."""
@@ -140,6 +142,7 @@ def update_metrics(tally: Tally) -> UpdateMetrics:
         logprob_bad=tally.mean("logprob_bad"),
         kept=tally.mean("kept"),
         llds=tally.mean("llds"),
+        value_loss=tally.mean("value_loss"),
         num_rows=counts["rows"],
         num_rows_skipped=counts["rows_skipped"],
         num_loss_tokens=counts["loss_tokens"],

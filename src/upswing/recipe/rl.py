@@ -332,8 +332,9 @@ class RlStage(RlBase):
         minibatches = self.minibatches or 1
         if self.advantage in GROUPED and self.group_size < 2:
             raise refuse("group_size", "got 1, but an advantage is relative to the group; allowed: 2 and more")
-        if self.pass_k is not None and self.pass_k > self.group_size:
-            raise refuse("pass_k", f"got {self.pass_k}; allowed: up to group_size ({self.group_size})")
+        if self.pass_k is not None and self.pass_k >= self.group_size:
+            why = "a set of the whole group leaves nothing to compare"
+            raise refuse("pass_k", f"got {self.pass_k}; allowed: 1 to {self.group_size - 1}, below group_size ({why})")
         if minibatches > self.tasks_per_step or self.tasks_per_step % minibatches:
             raise refuse(
                 "minibatches",

@@ -93,6 +93,8 @@ class RunContext:
     state: RunState
     recovered: Callable[[Trajectory], bool | None] | None = None
     """Whether a trajectory got past a failed first attempt; None when the environment can't tell."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the rubric's verifiers, by name; those of weight 0 left out."""
     compute_dtype: torch.dtype = torch.float32
     """Of the learner's forward and backward; its master weights are fp32."""
 

@@ -135,7 +135,7 @@ class PolicyMethod:
             values_N=None if values is None else at_loss(batch.rows, values),
             greedy_B=greedy_B,
             moving_average=self.learner.extra["moving_average"],
-            weights={v.name: v.weight for v in self.context.recipe.verifiers if v.weight},
+            weights=self.context.weights,
         )
 
     def _train_critic(

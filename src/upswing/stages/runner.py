@@ -144,6 +144,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         metrics=MetricsLog(out),
         state=RunState.open(out),
         recovered=world.make_env().recovered,
+        weights={name: weight for name, _, weight in world.rubric.items if weight},
         compute_dtype=explicit_dtype(recipe.learner.dtype)
         or (torch.bfloat16 if native_bf16(loaded.model.device.type) else torch.float32),
     )
