@@ -11,6 +11,7 @@ import typer
 from upswing.cli.common import is_run_folder, user_command
 from upswing.errors import ConfigError, did_you_mean
 from upswing.recipe import EvalStage, Recipe, load_recipe, recipe_from
+from upswing.recipe.models import NO_POLICY
 
 
 @user_command
@@ -63,7 +64,7 @@ def checkpoints_of(run: Path, recipe: Recipe, wanted: list[str]) -> dict[str, st
 
     Raises ConfigError for an unknown stage and for one that hasn't left its weights yet.
     """
-    names = ["base", *(stage.name for stage in recipe.stages if not isinstance(stage, EvalStage))]
+    names = ["base", *(stage.name for stage in recipe.stages if not isinstance(stage, NO_POLICY))]
     folders = {name: run / "checkpoints" / name / "final" for name in names[1:]}
     finished = [name for name, folder in folders.items() if folder.is_dir()]
     found: dict[str, str] = {}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from upswing.cli.common import is_run_folder, one_line_errors
 from upswing.errors import ConfigError
-from upswing.recipe import Recipe, load_recipe
+from upswing.recipe import Recipe, check_same, load_recipe
 
 
 def run_command(
@@ -63,32 +62,6 @@ def choose_folder(source: Path, recipe: Recipe, out: Path | None, resume: bool) 
         raise ConfigError(f"--out '{out}' isn't a run folder (no recipe.yaml in it); choose another folder")
     check_same(load_recipe(out / "recipe.yaml"), recipe, out)
     return out
-
-
-def check_same(before: Recipe, now: Recipe, out: Path) -> None:
-    """Raises ConfigError naming the keys in which the resumed recipe differs from that of the run."""
-    old, new = dict(flatten(before.to_dict())), dict(flatten(now.to_dict()))
-    keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-    if keys:
-        shown = ", ".join(f"{key} ({old.get(key, _ABSENT)} there, {new.get(key, _ABSENT)} now)" for key in keys[:5])
-        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-        raise ConfigError(
-            f"--resume: the recipe differs from that of '{out}' in {shown}{more}; resume with the same recipe "
-            f"(upswing run {out} --resume), or start anew in another --out"
-        )
-
-
-_ABSENT = "nothing"
-
-
-def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and leaf values; empty containers are leaves."""
-    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    if not items or not value:
-        yield key, value
-        return
-    for name, inner in items:
-        yield from flatten(inner, f"{key}.{name}" if key else str(name))
 
 
 def _how_to_resume(recipe: Path, overrides: list[str], started: list[Path]) -> str:

@@ -38,7 +38,7 @@ def tasks_from_jsonl(path: str | Path, *, env: str = "", split: str = "train", r
     path = Path(path)
     tasks: list[Task] = []
     lines: dict[str, int] = {}
-    for number, row in _read_rows(path):
+    for number, row in read_rows(path):
         where = f"{path}:{number}"
         task = _task(row, where, f"{path.stem}-{len(tasks)}", env, split, require_gold)
         if task.id in lines:
@@ -97,7 +97,7 @@ def _tasks_of(source: Any, env: str, split: str) -> list[Task]:
 _EXAMPLE = '{"prompt": "…", "answer": "…"}'
 
 
-def _read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of every non-blank line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -185,7 +185,7 @@ def _messages(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
         return (Message(role="user", content=value),)
     if not isinstance(value, list) or not value or column == "question":
         raise ConfigError(f"{where}: '{column}' must be a string or a list of messages, got {type(value).__name__}")
-    messages = tuple(_message(item, where) for item in value)
+    messages = tuple(message_from(item, where) for item in value)
     if messages[-1].role not in ("user", "tool"):
         raise ConfigError(
             f"{where}: '{column}' ends with role '{messages[-1].role}'; the last message must be the user's"
@@ -193,7 +193,7 @@ def _messages(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
     return messages
 
 
-def _message(item: Any, where: str) -> Message:
+def message_from(item: Any, where: str) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("content"), str) or not isinstance(item.get("role"), str):
         raise ConfigError(f'{where}: a message must be {{"role": "user", "content": "…"}}, got {str(item)[:80]}')
     if item["role"] not in ROLES:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from upswing.envs.dataset import _message, _read_rows
+from upswing.envs.dataset import message_from, read_rows
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message
 
@@ -37,7 +37,7 @@ def read_pairs(path: str | Path, *, paired: bool = True) -> list[PairRow]:
     `paired`: every row needs both sides; otherwise one is enough. Raises ConfigError naming file, line and key for
     anything that is wrong, and for a file without rows.
     """
-    rows = [_pair(row, f"{path}:{number}", paired) for number, row in _read_rows(Path(path))]
+    rows = [_pair(row, f"{path}:{number}", paired) for number, row in read_rows(Path(path))]
     if not rows:
         raise ConfigError(f'{path} has no rows; write one {{"prompt": "…", "chosen": "…", "rejected": "…"}} a line')
     return rows
@@ -69,7 +69,7 @@ def _messages(value: Any, role: str, where: str) -> tuple[Message, ...]:
         return (Message(role=role, content=value),)
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where} must be text or a list of messages, not empty; got {str(value)[:80]!r}")
-    return tuple(_message(item, where) for item in value)
+    return tuple(message_from(item, where) for item in value)
 
 
 def _answer(value: Any, where: str) -> tuple[Message, ...]:

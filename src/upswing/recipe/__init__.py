@@ -2,7 +2,7 @@
 
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.fields import Section
-from upswing.recipe.load import load_recipe, recipe_from
+from upswing.recipe.load import check_same, load_recipe, recipe_from
 from upswing.recipe.models import (
     DatasetSection,
     EngineSection,
@@ -38,6 +38,7 @@ __all__ = [
     "SftStage",
     "Stage",
     "VerifierSection",
+    "check_same",
     "load_recipe",
     "recipe_from",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +91,29 @@ def _not_found(path: Path) -> str:
     hint = f"; did you mean '{by_stem[close[0]]}'?" if close else ""
     there = f" (recipes here: {', '.join(known)})" if known else ""
     return f"recipe '{path}' not found{hint}{there}"
+
+
+def check_same(before: Recipe, now: Recipe, out: Path) -> None:
+    """Raises ConfigError naming the keys in which the resumed recipe differs from that of the run."""
+    old, new = dict(flatten(before.to_dict())), dict(flatten(now.to_dict()))
+    keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+    if keys:
+        shown = ", ".join(f"{key} ({old.get(key, _ABSENT)} there, {new.get(key, _ABSENT)} now)" for key in keys[:5])
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise ConfigError(
+            f"--resume: the recipe differs from that of '{out}' in {shown}{more}; resume with the same recipe "
+            f"(upswing run {out} --resume), or start anew in another --out"
+        )
+
+
+_ABSENT = "nothing"
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and leaf values; empty containers are leaves."""
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        yield key, value
+        return
+    for name, inner in items:
+        yield from flatten(inner, f"{key}.{name}" if key else str(name))

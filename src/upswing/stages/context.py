@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -59,8 +60,20 @@ class RunState:
         stored = read_json(path) or {}
         return cls(path=path, stages=stored.get("stages", {}), next_version=stored.get("next_version", 1))
 
+    def begin(self, name: str, last_sign_of_life: float) -> None:
+        """Note when a stage starts; if it was started before, add how long it was at it until it stopped."""
+        before = self.stages.get(name, {})
+        earlier = before.get("earlier_s", 0.0)
+        if "began" in before:
+            earlier += max(0.0, last_sign_of_life - before["began"])
+        self.stages[name] = {"done": False, "began": time.time(), "earlier_s": round(earlier, 1)}
+        self._write()
+
     def finish(self, name: str, **facts: Any) -> None:
-        self.stages[name] = {"done": True, **facts}
+        """`wall_s` of a stage counts every process that worked on it."""
+        stage = self.stages[name]
+        wall_s = stage["earlier_s"] + time.time() - stage["began"]
+        self.stages[name] = {"done": True, "wall_s": round(wall_s, 1), **facts}
         self._write()
 
     def take_version(self) -> int:

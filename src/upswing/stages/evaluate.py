@@ -89,4 +89,4 @@ def _publish(
     kept = [entry for entry in (read_json(context.out / RESULTS) or []) if entry["stage"] != stage.name]
     write_results(context.out, [*kept, *entries])
     context.progress.table(results_table(entries, title=f"{stage.name}: {stage.split}, {stage.tasks} tasks"))
-    publish_examples(context, played)
+    publish_examples(context, stage.name, played)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from upswing.trajectory.types import Trajectory
 from upswing.view.examples import example_entry, example_from, write_examples
-from upswing.view.run_folder import EXAMPLES
+from upswing.view.run_folder import EXAMPLES, read_json
 
 if TYPE_CHECKING:
     from upswing.stages.context import RunContext
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 NUM_GAINED = 2
 
 
-def publish_examples(context: RunContext, played: Mapping[str, list[Trajectory]]) -> None:
-    """Write examples.json from what each checkpoint did on the same tasks (`played`: label -> trajectories)."""
-    if len(played) < 2 and (context.out / EXAMPLES).exists():
-        return  # nothing to compare: keep the examples of an earlier evaluation
+def publish_examples(context: RunContext, stage: str, played: Mapping[str, list[Trajectory]]) -> None:
+    """Put a stage's examples into examples.json, from what each checkpoint did on the same tasks (`played`: label ->
+    trajectories); those of other stages stay."""
+    others = [e for e in read_json(context.out / EXAMPLES) or [] if e["trajectories"][0]["stage"] != stage]
     by_task = {label: {t.task.id: t for t in reversed(ts)} for label, ts in played.items()}
     labels = list(by_task)
     decode = context.rollouts.renderer.decode
     entries = [
         example_entry(
             [
-                example_from(tasks[task_id], decode=decode, label=label)
+                example_from(tasks[task_id], decode=decode, label=label, stage=stage)
                 for label, tasks in by_task.items()
                 if task_id in tasks
             ],
@@ -35,7 +35,7 @@ def publish_examples(context: RunContext, played: Mapping[str, list[Trajectory]]
         )
         for title, kind, task_id in _chosen(context, by_task[labels[0]], by_task[labels[-1]])
     ]
-    write_examples(context.out, entries)
+    write_examples(context.out, [*entries, *others])
 
 
 def _chosen(

@@ -25,7 +25,17 @@ from upswing.learn.precision import native_bf16
 from upswing.models.load import load_model, resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
-from upswing.recipe import DistillStage, EvalStage, PreferenceStage, Recipe, RewardModelStage, RlStage, SftStage
+from upswing.recipe import (
+    DistillStage,
+    EvalStage,
+    PreferenceStage,
+    Recipe,
+    RewardModelStage,
+    RlStage,
+    SftStage,
+    check_same,
+    load_recipe,
+)
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
@@ -49,6 +59,10 @@ RUNNERS: dict[type, Callable[..., Awaitable[dict[str, Any]]]] = {
     DistillStage: run_rl,
     EvalStage: run_eval,
 }
+
+
+REWRITTEN = (RECIPE, ENVIRONMENT)
+"""Files that a resumed run writes before it looks when the last one stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +92,8 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
     if not resume and out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: '{out}' isn't empty; use --resume to go on with that run, or another folder")
     world = check(recipe)
+    if (out / RECIPE).exists():
+        check_same(load_recipe(out / RECIPE), recipe, out)
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / RECIPE, recipe.dump())
     replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe), indent=1))
@@ -93,15 +109,16 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
 
 
 async def _run(recipe: Recipe, out: Path, world: World, log: Progress) -> None:
+    last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*") if path.name not in REWRITTEN), default=0.0)
     context = _context(recipe, out, world, log)
     try:
         for index, stage in enumerate(recipe.stages):
             if context.state.is_done(stage.name):
                 context.note(f"{stage.name}: done already")
                 continue
-            started = time.perf_counter()
+            context.state.begin(stage.name, last_sign_of_life)
             facts = await RUNNERS[type(stage)](context, stage, index)
-            context.state.finish(stage.name, wall_s=round(time.perf_counter() - started, 1), **facts)
+            context.state.finish(stage.name, **facts)
             write_report(out)
     finally:
         await context.engine.close()

@@ -1,0 +1,36 @@
+"""What a run folder says about a run that was stopped and went on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from upswing.errors import ConfigError
+from upswing.monitor.progress import Progress
+from upswing.stages.context import RunState
+from upswing.stages.runner import run_recipe
+from upswing.view.run_folder import RECIPE
+
+from .test_algorithms import recipe
+
+
+def test_a_stages_wall_time_counts_every_process_that_worked_on_it(tmp_path: Path) -> None:
+    first = RunState.open(tmp_path)
+    first.begin("rl", 0.0)
+    first.stages["rl"]["began"] = time.time() - 1000  # ... of which it was alive for 40 s
+    first.take_version()
+    again = RunState.open(tmp_path)
+    assert not again.is_done("rl")
+    again.begin("rl", again.stages["rl"]["began"] + 40)
+    again.finish("rl", steps=3)
+    assert again.stages["rl"]["wall_s"] == pytest.approx(40, abs=2) and again.is_done("rl")
+
+
+def test_a_run_is_resumed_with_its_own_recipe_only(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / RECIPE).write_text(recipe({}).dump())
+    with pytest.raises(ConfigError, match=r"differs from that of .* in stages.0.lr \(0.001 there, 0.01 now\)"):
+        run_recipe(recipe({"lr": 0.01}), out, resume=True, log=Progress(quiet=True))
