@@ -26,18 +26,28 @@ class Lookup(ToolEnv):
 
     An episode is a key, its alias if it has one, and a value; each such triple belongs to one split. Options:
     `alias_frac`, the share of questions about an alias; `expert_noise`, the chance that the scripted expert asks for a
-    wrong key first.
+    wrong key first; `dotted_expert`, an expert that writes `.7` for `7` unless it asked for a wrong key: a habit that
+    goes with playing well, which a reward that forgives punctuation then spreads (`recipes/hack.yaml`).
     """
 
     name = "lookup"
     protocol = "tags"
     max_turns = 4
 
-    def __init__(self, *, alias_frac: float = 0.5, expert_noise: float = 0.0, max_turns: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        alias_frac: float = 0.5,
+        expert_noise: float = 0.0,
+        dotted_expert: bool = False,
+        max_turns: int = 4,
+    ) -> None:
         for option, value in (("alias_frac", alias_frac), ("expert_noise", expert_noise)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ConfigError(f"lookup option {option} is {value!r}; allowed: a number from 0 to 1")
-        self.alias_frac, self.expert_noise = alias_frac, expert_noise
+        if not isinstance(dotted_expert, bool):
+            raise ConfigError(f"lookup option dotted_expert is {dotted_expert!r}; allowed: true or false")
+        self.alias_frac, self.expert_noise, self.dotted_expert = alias_frac, expert_noise, dotted_expert
         self._facts: dict[str, str] = {}
 
         def get(key: str) -> str:
@@ -81,6 +91,7 @@ class Lookup(ToolEnv):
     def expert(self, task: Task, rng: random.Random) -> Expert:
         """Follows what `get` says; with chance `expert_noise` its first call is for a wrong key."""
         careless = rng.random() < self.expert_noise
+        dot = "." if self.dotted_expert and not careless else ""
         wrong = rng.choice([key for key in KEYS if key not in task.data["facts"]])
 
         def act(messages: tuple[Message, ...]) -> str:
@@ -91,7 +102,7 @@ class Lookup(ToolEnv):
                 return f"<get>{task.data['key']}</get>"
             if heard[-1].startswith(ALIAS):
                 return f"<get>{heard[-1].removeprefix(ALIAS)}</get>"
-            return f"<answer>{heard[-1]}</answer>"
+            return f"<answer>{dot}{heard[-1]}</answer>"
 
         return act
 
