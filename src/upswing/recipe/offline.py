@@ -13,12 +13,11 @@ from upswing.recipe.fields import (
     CountOrZero,
     NotNegative,
     Positive,
-    Schedule,
-    Section,
     Text,
     refuse,
 )
-from upswing.recipe.lora import GradientCheckpointing, Lora, refuse_dropout
+from upswing.recipe.lora import refuse_dropout
+from upswing.recipe.training import TrainStage
 
 # What a loss sets unless the recipe says otherwise, and so which options have an effect with it: null elsewhere.
 LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -31,15 +30,9 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
 SAMPLING_DEFAULTS: dict[str, Any] = {"tasks": 64, "samples": 8, "temperature": 1.0, "pairs_per_task": 4}
 
 
-class PairStage(Section):
+class PairStage(TrainStage):
     """What stages that learn from pairs have: the model's own trajectories, judged by the verifiers, or a file's."""
 
-    name: Text = Field(description="Name of the stage: its folder, and what later stages refer to.")
-    from_: Text = Field(
-        default="previous",
-        alias="from",
-        description="Weights to start from: previous, base or the name of an earlier stage.",
-    )
     file: Text | None = Field(
         default=None, description="JSON Lines file of pairs (prompt, chosen, rejected); null: sample them."
     )
@@ -56,18 +49,9 @@ class PairStage(Section):
     )
     epochs: Count = Field(default=1, description="Passes over the pairs.")
     batch_size: Count = Field(default=16, description="Pairs an update.")
-    lr: Positive = Field(description="Peak learning rate.")
-    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
     warmup_frac: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.1, description="Share of the updates during which the learning rate rises."
     )
-    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
-    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
-    max_tokens_per_pack: Count = Field(
-        default=4096, description="Tokens a packed forward may hold (a pair is never cut); bounds memory."
-    )
-    gradient_checkpointing: GradientCheckpointing = False
-    lora: Lora = None
     eval_every: CountOrZero = Field(
         default=10, description="Updates between measurements on held-out pairs; 0: only before and after."
     )

@@ -15,13 +15,13 @@ from upswing.recipe.fields import (
     Int,
     NotNegative,
     Positive,
-    Schedule,
     Section,
     Text,
     refuse,
 )
-from upswing.recipe.lora import GradientCheckpointing, Lora, refuse_dropout
+from upswing.recipe.lora import refuse_dropout
 from upswing.recipe.presets import EFFECTS, LENGTH_NORMALISED, PRESETS, SEQUENCES
+from upswing.recipe.training import TrainStage
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Algorithm = Literal["custom", *PRESETS]  # type: ignore[valid-type]
@@ -78,16 +78,9 @@ class CriticSection(Section):
         return self
 
 
-class RlBase(Section):
+class RlBase(TrainStage):
     """What every stage that learns from its own samples has."""
 
-    stage: str = Field(description="Kind of stage.")
-    name: Text = Field(description="Name of the stage: its folder, and what later stages refer to.")
-    from_: Text = Field(
-        default="previous",
-        alias="from",
-        description="Weights to start from: previous, base or the name of an earlier stage.",
-    )
     steps: Count = Field(description="Batches to sample and learn from.")
     tasks_per_step: Count = Field(default=8, description="Tasks a step (P).")
     group_size: Count = Field(default=8, description="Trajectories a task (G).")
@@ -99,13 +92,7 @@ class RlBase(Section):
         default=0, description="Only 0 (keep all): otherwise the learner's log-probs are of another distribution."
     )
     lr: Positive = Field(default=2e-5, description="Peak learning rate.")
-    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
     warmup_steps: CountOrZero = Field(default=0, description="Steps during which the learning rate rises.")
-    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
-    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
-    max_tokens_per_pack: Count = Field(default=4096, description="Tokens a packed forward may hold; bounds memory.")
-    gradient_checkpointing: GradientCheckpointing = False
-    lora: Lora = None
     eval_every: CountOrZero = Field(default=5, description="Steps between evaluations on dev; 0: none.")
     eval_tasks: Count = Field(default=64, description="Dev tasks an evaluation.")
     save_every: CountOrZero = Field(

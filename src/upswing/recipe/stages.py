@@ -16,16 +16,15 @@ from upswing.recipe.fields import (
     Int,
     NotNegative,
     Positive,
-    Schedule,
     Section,
     Split,
     Text,
     refuse,
 )
-from upswing.recipe.lora import GradientCheckpointing, Lora
 from upswing.recipe.offline import PreferenceStage
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
+from upswing.recipe.training import TrainStage
 
 
 class Graduation(Section):
@@ -55,16 +54,11 @@ class Graduation(Section):
     )
 
 
-class SftStage(Section):
+class SftStage(TrainStage):
     """Supervised fine-tuning on trajectories that a scripted expert plays in the environment."""
 
     stage: Literal["sft"] = Field(default="sft", description="Kind of stage.")
     name: Text = Field(default="sft", description="Name of the stage: its folder, and what later stages refer to.")
-    from_: Text = Field(
-        default="previous",
-        alias="from",
-        description="Weights to start from: previous, base or the name of an earlier stage.",
-    )
     demonstrations: Count = Field(default=160, description="Expert trajectories to train on.")
     validation_demonstrations: CountOrZero = Field(
         default=32, description="Further expert trajectories for validation loss."
@@ -81,15 +75,9 @@ class SftStage(Section):
     epochs: Count = Field(default=1, description="Passes over the demonstrations.")
     batch_size: Count = Field(default=8, description="Trajectories an update.")
     lr: Positive = Field(default=1e-4, description="Peak learning rate.")
-    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
     warmup_frac: Fraction = Field(
         default=0.05, description="Share of the updates during which the learning rate rises."
     )
-    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
-    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
-    max_tokens_per_pack: Count = Field(default=4096, description="Tokens a packed forward may hold; bounds memory.")
-    gradient_checkpointing: GradientCheckpointing = False
-    lora: Lora = None
     eval_every: CountOrZero = Field(default=10, description="Updates between validations; 0: only at the end.")
     graduation: Graduation = Field(default_factory=Graduation, description="When SFT is good enough for RL.")
     time_limit_s: Positive | None = Field(

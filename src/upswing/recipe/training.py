@@ -1,0 +1,29 @@
+"""What every stage that trains weights has."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from upswing.recipe.fields import Count, NotNegative, Positive, Schedule, Section, Text
+from upswing.recipe.lora import GradientCheckpointing, Lora
+
+
+class TrainStage(Section):
+    """Where weights come from and how they are optimised."""
+
+    stage: str = Field(description="Kind of stage.")
+    name: Text = Field(description="Name of the stage: its folder, and what later stages refer to.")
+    from_: Text = Field(
+        default="previous",
+        alias="from",
+        description="Weights to start from: previous, base or the name of an earlier stage.",
+    )
+    lr: Positive = Field(description="Peak learning rate.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
+    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
+    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
+    max_tokens_per_pack: Count = Field(
+        default=4096, description="Tokens a packed forward may hold (a row or pair is never cut); bounds memory."
+    )
+    gradient_checkpointing: GradientCheckpointing = False
+    lora: Lora = None
