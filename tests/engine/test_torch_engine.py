@@ -3,11 +3,14 @@
 import asyncio
 import copy
 import random
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -182,7 +185,7 @@ async def test_idle_sessions_are_evicted_and_computed_again(make_engine: MakeEng
         first = await engine.generate(prompt, GREEDY, session=f"s{i}")
         assert first.tokens == hf_greedy(oracle, prompt, 10)
         prompt += [*first.tokens, 5, 6, 7]
-    assert engine.stats.extra["evictions"] == 3
+    assert engine.stats.evictions == 3
     before = engine.stats.prefill_tokens
     for i, prompt in enumerate(work):
         again = await engine.generate(prompt, GREEDY, session=f"s{i}")
@@ -197,7 +200,20 @@ async def test_release_frees_the_slot(make_engine: MakeEngine) -> None:
     engine.release("a")
     engine.release("unknown")
     await engine.generate(work[1], GREEDY, session="b")
-    assert engine.stats.extra["evictions"] == 0
+    assert engine.stats.evictions == 0
+
+
+async def test_a_waiting_request_whose_session_is_released_keeps_no_slot(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_slots=1)
+    first, second, third = prompts(3, seed=24)
+    running = asyncio.create_task(engine.generate(first, Sampling(max_tokens=60)))
+    waiting = asyncio.create_task(engine.generate(second, GREEDY, session="s"))
+    while engine.stats.decode_tokens < 3:
+        await asyncio.sleep(0.001)
+    engine.release("s")
+    await asyncio.gather(running, waiting)
+    await engine.generate(third, GREEDY, session="t")
+    assert engine.stats.evictions == 0
 
 
 async def test_seed_decides_whatever_runs_beside(make_engine: MakeEngine) -> None:
@@ -294,18 +310,26 @@ async def test_a_failing_model_fails_every_request_and_the_engine_recovers(
     assert (await engine.generate(prompt, GREEDY)).tokens == hf_greedy(oracle, prompt, 10)
 
 
-async def test_nan_weights_are_reported(make_engine: MakeEngine, tiny: LoadedModel) -> None:
-    model = copy.deepcopy(tiny.model)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="not finite"):
-        await make_engine(model).generate([5, 6], Sampling())
+async def test_nan_weights_are_reported_and_leave_nothing_behind(
+    make_engine: MakeEngine, tiny: LoadedModel, oracle: PreTrainedModel
+) -> None:
+    """Cached NaNs of the bad weights lie where the short one of two later completions is masked."""
+    engine = make_engine()
+    good = dict(tiny.model.named_parameters())
+    await engine.update_weights({name: torch.full_like(p, float("nan")) for name, p in good.items()}, 1)
+    for result in await asyncio.gather(*(engine.generate(p, GREEDY) for p in prompts(2)), return_exceptions=True):
+        assert isinstance(result, FloatingPointError) and "not finite" in str(result)
+    await engine.update_weights(good, 2)
+    work = [*prompts(1, seed=22, low=3, high=3), *prompts(1, seed=23, low=30, high=30)]
+    assert [c.tokens for c in await all_of(engine, work, GREEDY)] == [hf_greedy(oracle, p, 10) for p in work]
 
 
 async def test_update_weights_changes_outputs_version_and_cache(make_engine: MakeEngine, tiny: LoadedModel) -> None:
+    """Case SYNC-05: a prefix cached before the update is not continued after it, in any session."""
     engine = make_engine()
-    prompt = prompts(1, seed=18, low=30, high=30)[0]
+    prompt = prompts(1, seed=18, low=64, high=64)[0]
     before = await engine.generate(prompt, GREEDY, session="s")
+    await engine.generate(prompt, GREEDY, session="kept too")
     changed = copy.deepcopy(tiny.model)
     with torch.no_grad():
         for parameter in changed.parameters():
@@ -314,8 +338,10 @@ async def test_update_weights_changes_outputs_version_and_cache(make_engine: Mak
     computed = engine.stats.prefill_tokens
     after = await engine.generate(prompt, GREEDY, session="s")
     assert after.tokens == hf_greedy(reference(changed), prompt, 10) != before.tokens
+    expected = hf_logprobs(reference(changed), prompt, after, GREEDY)
+    torch.testing.assert_close(torch.tensor(after.engine_logprobs).double(), expected, atol=1e-4, rtol=0)
     assert after.policy_version == (5,) * 10
-    assert engine.stats.prefill_tokens - computed == 30
+    assert engine.stats.prefill_tokens - computed == 64
     assert engine.version == 5
 
 
@@ -347,7 +373,7 @@ async def test_bad_weights_change_nothing(make_engine: MakeEngine, tiny: LoadedM
     name = "model.norm.weight"
     cases = {
         "no parameter 'model.norm.wait'; did you mean 'model.norm.weight'": {**good, "model.norm.wait": good[name]},
-        r"shape \(3,\); the model's is \(64,\)": {**good, name: torch.zeros(3)},
+        r"shape \(3,\); the model's is \(928, 64\)": {**good, "model.embed_tokens.weight": torch.zeros(3)},
         "1 parameters were not given": {key: value for key, value in good.items() if key != name},
     }
     for message, weights in cases.items():
@@ -379,15 +405,20 @@ async def test_too_long_or_impossible_requests(make_engine: MakeEngine) -> None:
         ([5], Sampling(temperature=-1.0), "temperature is -1.0"),
         ([5], Sampling(top_p=0.0), "top_p is 0.0"),
         ([5], Sampling(max_tokens=0), "max_tokens is 0"),
+        ([5], Sampling(seed=-1), "seed is -1"),
+        ([2**32 + 5], GREEDY, "vocabulary"),
         ([5], Sampling(max_tokens=9, stop_strings=("",)), "empty string"),
     ]:
         with pytest.raises(ValueError, match=message):
             await engine.generate(prompt, sampling)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
 async def test_other_families_equal_hugging_face(make_engine: MakeEngine, family: str) -> None:
-    """Qwen2 has biases on queries, keys and values; Qwen3 norms queries and keys and sets its own head size."""
+    """Qwen2 has biases on queries, keys and values; Qwen3 norms queries and keys and sets its own head size.
+
+    GPT-2 has learnt absolute positions, which show a wrong position id that rotary ones hide, and no shared heads.
+    """
     sizes = {
         "vocab_size": 928,
         "hidden_size": 48,
@@ -400,6 +431,9 @@ async def test_other_families_equal_hugging_face(make_engine: MakeEngine, family
     torch.manual_seed(0)
     if family == "qwen2":
         model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif family == "gpt2":
+        ids = {"bos_token_id": None, "eos_token_id": None}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=928, n_embd=48, n_layer=2, n_head=6, n_positions=512, **ids))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
     with torch.no_grad():
@@ -425,6 +459,31 @@ def test_one_engine_in_several_event_loops(tiny: LoadedModel, oracle: PreTrained
     asyncio.run(abandoned())
     assert asyncio.run(engine.generate(prompt, GREEDY)).tokens == hf_greedy(oracle, prompt, 10)
     asyncio.run(engine.close())
+
+
+async def test_two_event_loops_at_once_are_refused(make_engine: MakeEngine) -> None:
+    """Else the second would make the first one's requests wait forever."""
+    engine = make_engine()
+    running = asyncio.create_task(engine.generate([5], Sampling(max_tokens=60)))
+    await asyncio.sleep(0.01)
+    with pytest.raises(RuntimeError, match="another thread"):
+        await asyncio.to_thread(lambda: asyncio.run(engine.generate([6], GREEDY)))
+    assert len((await running).tokens) == 60
+
+
+async def test_weights_are_read_once_each(make_engine: MakeEngine, tiny: LoadedModel) -> None:
+    read: list[str] = []
+
+    class Lazy(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+        items = Mapping.items  # a dict's own doesn't ask __getitem__
+
+    weights = Lazy(tiny.model.named_parameters())
+    await make_engine().update_weights(weights, 1)
+    assert read == list(weights)
 
 
 async def test_the_callers_model_is_left_alone(make_engine: MakeEngine, tiny: LoadedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """Ends the completion once its text contains one; every sampled token is kept."""
     seed: int = 0
-    """Same prompt, seed, weights and batch shape: same tokens."""
+    """0 or more. Same prompt, seed, weights and batch shape: same tokens."""
 
 
 class FinishReason(StrEnum):
@@ -89,7 +89,5 @@ class EngineStats:
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache instead."""
     decode_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    decode_steps: int = 0
-    extra: dict[str, float] = field(default_factory=dict)
+    evictions: int = 0
+    """Idle sessions that lost their cache to another request."""

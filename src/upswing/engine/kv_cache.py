@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 _MIN_POSITIONS = 128
 _MAX_GAP = 1
@@ -18,24 +19,27 @@ _MAX_GAP = 1
 
 
 class KVCache:
-    """Per layer, keys and values [S, Hkv, T, D]; both S and T grow when needed."""
+    """Per layer of `model`, keys and values [S, Hkv, T, D]; both S and T grow when needed, up to the maxima."""
 
-    def __init__(
-        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.num_slots = 0
-        self.num_positions = 0
-        empty = torch.zeros(0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.keys = [empty] * num_layers
-        self.values = [empty] * num_layers
+    def __init__(self, model: PreTrainedModel, *, max_slots: int, max_positions: int) -> None:
+        config = model.config
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        self.max_slots, self.max_positions = max_slots, max_positions
+        self.num_slots = self.num_positions = 0
+        empty = torch.zeros(0, num_kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
+        self.keys = [empty] * config.num_hidden_layers
+        self.values = [empty] * config.num_hidden_layers
 
-    def reserve(self, slots: int, positions: int, *, max_slots: int, max_positions: int) -> None:
+    def reserve(self, slots: int, positions: int) -> None:
         """Make room for that many slots and positions, growing by at least half so that copies stay rare."""
         new_slots, new_positions = self.num_slots, self.num_positions
         if slots > new_slots:
-            new_slots = min(max(slots, new_slots + new_slots // 2, 4), max_slots)
+            new_slots = min(max(slots, new_slots + new_slots // 2, 4), self.max_slots)
         if positions > new_positions:
-            new_positions = min(max(positions, new_positions + new_positions // 2, _MIN_POSITIONS), max_positions)
+            new_positions = max(positions, new_positions + new_positions // 2, _MIN_POSITIONS)
+            new_positions = min(new_positions, self.max_positions)
         if (new_slots, new_positions) == (self.num_slots, self.num_positions):
             return
         for held in (self.keys, self.values):
@@ -51,10 +55,6 @@ class KVCache:
         for held in (self.keys, self.values):
             for tensor in held:
                 tensor[target, :, start:stop] = tensor[source, :, start:stop]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,12 @@ def _make_run(rows: slice, singles: Sequence[Segment], like: torch.Tensor) -> _R
     inside = torch.tensor([segment.slot - first for segment in held])
     lengths[inside] = torch.tensor([segment.start + 1 for segment in held])
     longest = int(lengths.max())
-    hidden = torch.arange(longest)[None, :] >= lengths[:, None]
-    mask = torch.zeros(count, longest, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    mask = _additive(torch.arange(longest)[None, :] < lengths[:, None], like)
     return _Run(
         rows=rows,
         slots=slice(first, last + 1),
         inside=inside.to(like.device) if count > len(held) else None,
-        mask=mask[:, None, None, :].to(like.device),
+        mask=mask[:, None, None, :],
         length=longest,
     )
 
@@ -186,6 +185,11 @@ def _continuation_mask(segment: Segment, like: torch.Tensor) -> torch.Tensor | N
     """Causal mask [count, start + count] of tokens that continue a cached prefix; None without one."""
     if segment.start == 0:
         return None
-    shape = (segment.count, segment.start + segment.count)
-    seen = torch.ones(shape, dtype=torch.bool, device=like.device).tril(segment.start)
-    return torch.zeros(shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+    seen = torch.ones(segment.count, segment.start + segment.count, dtype=torch.bool, device=like.device)
+    return _additive(seen.tril(segment.start), like)
+
+
+def _additive(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """0 where seen, else -inf, in the dtype and on the device of `like`."""
+    seen = seen.to(like.device)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))

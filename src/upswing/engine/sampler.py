@@ -9,7 +9,6 @@ Axis letters: B rows, V vocabulary, C candidates (sorted by probability).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,30 +22,16 @@ _TOP_P_CANDIDATES = 1024
 """Enough for most nucleus cuts; rows whose nucleus is larger sort the whole vocabulary."""
 
 
-class Settings(NamedTuple):
-    """What rows must share to be sampled together."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One entry a row."""
+class Sampled(NamedTuple):
+    """One entry a row; log-probs and entropies in nats, of the untempered distribution for greedy rows."""
 
     tokens: list[int]
     logprobs: list[float]
-    """Of the sampled token, in nats; greedy rows: of the untempered distribution."""
     entropies: list[float]
-    """Of the sampling distribution, in nats; greedy rows: of the untempered distribution."""
 
 
-class _Draw(NamedTuple):
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    entropies: torch.Tensor
+_Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens, log-probs and entropies [B]."""
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -57,6 +42,7 @@ def check_sampling(sampling: Sampling) -> None:
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k >= 0, "0 (keep all) or more"),
         "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
+        "seed": (sampling.seed >= 0, "0 or more"),  # Python's generator takes -1 and 1 for the same seed
     }
     for name, (ok, allowed) in rules.items():
         if not ok:
@@ -68,37 +54,27 @@ def sample(logits_BV: torch.Tensor, samplings: Sequence[Sampling], uniforms: Seq
 
     Raises FloatingPointError when a row's logits have NaN or +inf, or nothing but -inf.
     """
-    groups: dict[Settings, list[int]] = {}
+    groups: dict[tuple[float, ...], list[int]] = {}
     for row, s in enumerate(samplings):
-        groups.setdefault(Settings(s.temperature, s.top_k, s.top_p, s.min_p), []).append(row)
+        groups.setdefault((s.temperature, s.top_k, s.top_p, s.min_p), []).append(row)
     u_B = torch.tensor(uniforms, dtype=torch.float32, device=logits_BV.device)
-    if len(groups) == 1:
-        draw = _draw(logits_BV.float(), next(iter(groups)), u_B)
-        return Sampled(draw.tokens.tolist(), draw.logprobs.tolist(), draw.entropies.tolist())
-    tokens, logprobs, entropies = [0] * len(uniforms), [0.0] * len(uniforms), [0.0] * len(uniforms)
-    for settings, rows in groups.items():
-        index = torch.tensor(rows, device=logits_BV.device)
-        draw = _draw(logits_BV[index].float(), settings, u_B[index])
-        parts = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.entropies.tolist())
-        for row, token, logprob, entropy in zip(rows, *parts, strict=True):
-            tokens[row], logprobs[row], entropies[row] = token, logprob, entropy
-    return Sampled(tokens, logprobs, entropies)
+    draws: list[_Draw] = []
+    for rows in groups.values():
+        # One group is the usual case, and then the logits need no copy.
+        index = slice(None) if len(groups) == 1 else torch.tensor(rows, device=logits_BV.device)
+        draws.append(_draw(logits_BV[index].float(), samplings[rows[0]], u_B[index]))
+    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+    return Sampled(*(torch.cat(column).cpu()[order].tolist() for column in zip(*draws, strict=True)))
 
 
-def _draw(logits_BV: torch.Tensor, settings: Settings, u_B: torch.Tensor) -> _Draw:
+def _draw(logits_BV: torch.Tensor, settings: Sampling, u_B: torch.Tensor) -> _Draw:
     if settings.temperature == 0:
-        return _greedy(logits_BV)
+        weights_BV, top_B = _weights(logits_BV)
+        return _finish(logits_BV, weights_BV, top_B, weights_BV.sum(-1), logits_BV.argmax(-1))
     scores_BV = logits_BV if settings.temperature == 1 else logits_BV / settings.temperature
     if settings.top_k == 0 and settings.top_p == 1:
         return _draw_full(scores_BV, settings.min_p, u_B)
     return _draw_truncated(scores_BV, settings, u_B)
-
-
-def _greedy(scores_BV: torch.Tensor) -> _Draw:
-    tokens_B = scores_BV.argmax(-1)
-    weights_BV, top_B = _weights(scores_BV)
-    total_B = weights_BV.sum(-1)
-    return _finish(scores_BV, weights_BV, top_B, total_B, tokens_B)
 
 
 def _weights(scores_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +120,7 @@ def _finish(
     mean_score_B = _dot(weights, scores) / total_B
     if bool(mean_score_B.isnan().any()):  # 0 x -inf: a weight of 0 contributes nothing, whatever its score
         mean_score_B = _dot(weights, scores.clamp(min=torch.finfo(scores.dtype).min)) / total_B
-    return _Draw(chosen_B, logprobs_B, (log_total_B - mean_score_B).clamp_(min=0.0))
+    return chosen_B, logprobs_B, (log_total_B - mean_score_B).clamp_(min=0.0)
 
 
 def _dot(left_BC: torch.Tensor, right_BC: torch.Tensor) -> torch.Tensor:
@@ -152,18 +128,14 @@ def _dot(left_BC: torch.Tensor, right_BC: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left_BC[:, None, :], right_BC[:, :, None])[:, 0, 0]
 
 
-def _draw_truncated(scores_BV: torch.Tensor, settings: Settings, u_B: torch.Tensor) -> _Draw:
+def _draw_truncated(scores_BV: torch.Tensor, settings: Sampling, u_B: torch.Tensor) -> _Draw:
     """Top-k, top-p and min-p over candidates sorted by score."""
-    vocab = scores_BV.shape[1]
-    count = min(settings.top_k or _TOP_P_CANDIDATES, vocab)
-    if settings.top_k == 0 and count < vocab:
-        best_BC = scores_BV.topk(count, dim=-1).values
-        mass_B = (best_BC.logsumexp(-1) - scores_BV.logsumexp(-1)).exp()
-        if bool((mass_B <= settings.top_p + 1e-3).any()):
-            count = vocab
-    scores_BC, tokens_BC = scores_BV.topk(count, dim=-1)
-    total_B1 = (scores_BC if settings.top_k else scores_BV).logsumexp(-1, keepdim=True)
-    probs_BC = (scores_BC - total_B1).exp()
+    top_k, vocab = settings.top_k, scores_BV.shape[1]
+    for count in (top_k,) if top_k else (_TOP_P_CANDIDATES, vocab):
+        scores_BC, tokens_BC = scores_BV.topk(min(count, vocab))
+        probs_BC = (scores_BC - (scores_BC if top_k else scores_BV).logsumexp(-1, keepdim=True)).exp()
+        if bool((probs_BC.sum(-1) > settings.top_p + 1e-3).all()):
+            break
     keep_BC = (probs_BC.cumsum(-1) - probs_BC) < settings.top_p
     keep_BC &= probs_BC >= settings.min_p * probs_BC[:, :1]
     keep_BC[:, 0] = True
@@ -171,5 +143,5 @@ def _draw_truncated(scores_BV: torch.Tensor, settings: Settings, u_B: torch.Tens
     weights_BC.masked_fill_(~keep_BC, 0.0)
     cdf_BC = weights_BC.cumsum(-1)
     chosen_B = _first_above(cdf_BC, u_B * cdf_BC[:, -1])
-    draw = _finish(scores_BC, weights_BC, top_B, cdf_BC[:, -1], chosen_B)
-    return draw._replace(tokens=tokens_BC.gather(1, chosen_B[:, None])[:, 0])
+    _, logprobs_B, entropies_B = _finish(scores_BC, weights_BC, top_B, cdf_BC[:, -1], chosen_B)
+    return tokens_BC.gather(1, chosen_B[:, None])[:, 0], logprobs_B, entropies_B

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from upswing.engine.base import Capabilities, Completion, FinishReason, Sampling
+from upswing.engine.stopping import StopChecker
 
 Line = str | Sequence[int] | BaseException
 """What one call returns: text to encode, token ids as they are, or an exception to raise."""
@@ -95,15 +96,9 @@ class ScriptedEngine:
 
     def _cut(self, tokens: list[int], sampling: Sampling) -> tuple[list[int], FinishReason]:
         """Tokens up to the first stop or the limit. A line that just ends counts as stopped."""
-        for count, token in enumerate(tokens, 1):
-            if token in sampling.stop_tokens or self._has_stop_string(tokens[:count], sampling):
-                return tokens[:count], FinishReason.STOP
-            if count == sampling.max_tokens:
-                return tokens[:count], FinishReason.LENGTH
+        checker = StopChecker(sampling, self.tokenizer)
+        for count in range(1, len(tokens) + 1):
+            reason = checker.check(tokens[:count])
+            if reason is not None:
+                return tokens[:count], reason
         return tokens, FinishReason.STOP
-
-    def _has_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
-        if not sampling.stop_strings or self.tokenizer is None:
-            return False
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        return any(stop in text for stop in sampling.stop_strings)

@@ -30,23 +30,12 @@ class Slot:
     session: str | None = None
     """The trajectory it is kept for between turns."""
     last_used: int = 0
-    length: int = 0
-    """Tokens whose keys and values are in the cache."""
-    _tokens: Int32T = field(default_factory=lambda: np.empty(0, np.int32))
+    tokens: Int32T = field(default_factory=lambda: np.empty(0, np.int32))
+    """Those whose keys and values are in the cache."""
 
     @property
-    def tokens(self) -> Int32T:
-        return self._tokens[: self.length]
-
-    def extend(self, tokens: Int32T) -> None:
-        """Record that the cache now holds these tokens too."""
-        stop = self.length + len(tokens)
-        if stop > len(self._tokens):
-            grown = np.empty(max(stop, 2 * len(self._tokens), 256), np.int32)
-            grown[: self.length] = self.tokens
-            self._tokens = grown
-        self._tokens[self.length : stop] = tokens
-        self.length = stop
+    def length(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -74,26 +63,23 @@ class SlotTable:
 
     def longest_match(self, sequence: Int32T) -> int:
         """How many tokens of `sequence` are cached somewhere, the last one not counted."""
-        return self._longest(self.slots, sequence, len(sequence) - 1)[1]
+        return _longest(self.slots, sequence[:-1])[1]
 
-    def place(self, sequence: Int32T, session: str | None) -> Placement | None:
-        """Take a slot for `sequence` and mark it busy; None when all are busy.
+    def place(self, sequence: Int32T, session: str | None) -> Placement:
+        """Take a slot for `sequence` and mark it busy. Only when there `has_room`.
 
         At least the last token is left to compute, because its logits are what the first sampled token needs.
         """
-        limit = len(sequence) - 1
-        source, shared = self._longest(self.slots, sequence, limit)
-        own, kept = self._longest(self._idle(session), sequence, limit) if session is not None else (None, 0)
-        if own is None and source is not None and not source.busy and source.session is None:
-            own, kept = source, shared
-        slot = own or self._free_slot()
-        if slot is None:
-            return None
+        source, shared = _longest(self.slots, sequence[:-1])
+        slot, kept = _longest(self._idle(session), sequence[:-1]) if session is not None else (None, 0)
+        if slot is None and source is not None and not source.busy and source.session is None:
+            slot = source
+        slot = slot or self._free_slot()
         if slot is source:
             kept = shared
-        if source is None or slot is source or shared < kept + MIN_SHARED:
+        if slot is source or shared < kept + MIN_SHARED:
             source, shared = None, kept
-        slot.busy, slot.session, slot.length = True, session, kept
+        slot.busy, slot.session, slot.tokens = True, session, sequence[:kept]
         return Placement(slot, kept, source, shared)
 
     def done(self, slot: Slot, *, keep_for: str | None) -> None:
@@ -108,24 +94,12 @@ class SlotTable:
 
     def clear(self) -> None:
         """Forget every cached token and every session. No slot may be in use afterwards."""
-        for slot in self.slots:
-            slot.busy, slot.session, slot.length = False, None, 0
+        self.slots.clear()
 
     def _idle(self, session: str | None) -> list[Slot]:
         return [slot for slot in self.slots if not slot.busy and slot.session == session]
 
-    @staticmethod
-    def _longest(slots: Iterable[Slot], sequence: Int32T, limit: int) -> tuple[Slot | None, int]:
-        """The slot that shares most of the sequence, the lowest of equals; a slot with nothing shared counts too."""
-        best: Slot | None = None
-        length = -1
-        for slot in slots:
-            shared = min(common_prefix(slot.tokens, sequence), limit)
-            if shared > length:
-                best, length = slot, shared
-        return best, max(length, 0)
-
-    def _free_slot(self) -> Slot | None:
+    def _free_slot(self) -> Slot:
         """A free slot, else a new one, else the idle session that waited longest loses its slot."""
         free = self._idle(None)
         if free:
@@ -133,8 +107,12 @@ class SlotTable:
         if len(self.slots) < self.max_slots:
             self.slots.append(Slot(len(self.slots)))
             return self.slots[-1]
-        idle = [slot for slot in self.slots if not slot.busy]
-        if not idle:
-            return None
         self.evictions += 1
-        return min(idle, key=lambda slot: slot.last_used)
+        return min((slot for slot in self.slots if not slot.busy), key=lambda slot: slot.last_used)
+
+
+def _longest(slots: Iterable[Slot], sequence: Int32T) -> tuple[Slot | None, int]:
+    """The slot that shares most of the sequence, the lowest of equals; one with nothing shared counts too."""
+    shared = [(common_prefix(slot.tokens, sequence), -slot.index, slot) for slot in slots]
+    length, _, best = max(shared, default=(0, 0, None))
+    return best, length

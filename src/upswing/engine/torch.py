@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,17 +42,17 @@ _R = TypeVar("_R")
 
 @dataclass(eq=False)
 class _Request:
-    """One completion on its way. `sequence` is prompt and sampled tokens, `length` of them so far."""
+    """One completion on its way. `sequence` is prompt and sampled tokens, with room for all that may come."""
 
     sequence: Int32T
-    length: int
     num_prompt: int
     sampling: Sampling
     session: str | None
     stop: StopChecker
     future: asyncio.Future[Completion]
     rng: random.Random
-    slot: Slot | None = None
+    slot: Slot = field(default_factory=lambda: Slot(-1))
+    """Until it runs an empty one that is not in the table."""
     tokens: list[int] = field(default_factory=list)
     engine_logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
@@ -61,18 +60,21 @@ class _Request:
     finish_reason: FinishReason = FinishReason.CANCELLED
 
     @property
+    def length(self) -> int:
+        return self.num_prompt + len(self.tokens)
+
+    @property
     def num_pending(self) -> int:
         """Tokens that must run through the model before the next one can be sampled."""
-        return self.length - (self.slot.length if self.slot else 0)
+        return self.length - self.slot.length
 
     def add(self, token: int, logprob: float, entropy: float, version: int) -> bool:
         """Take a sampled token; True when the completion has ended."""
+        self.sequence[self.length] = token
         self.tokens.append(token)
         self.engine_logprobs.append(logprob)
         self.entropy.append(entropy)
         self.policy_version.append(version)
-        self.sequence[self.length] = token
-        self.length += 1
         reason = self.stop.check(self.tokens)
         if reason is not None:
             self.finish_reason = reason
@@ -124,9 +126,9 @@ class TorchEngine:
         self.max_context = max_context or limit
         self.prefill_chunk = prefill_chunk
         self.version = version
-        self.stats = EngineStats(extra={"copied_tokens": 0.0, "evictions": 0.0})
+        self.stats = EngineStats()
         self._slots = SlotTable(max_slots)
-        self._cache = _new_cache(model)
+        self._cache = self._empty_cache()
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []
         self._inbox: deque[Callable[[], None]] = deque()
@@ -158,18 +160,9 @@ class TorchEngine:
         return cls(held, tokenizer=tokenizer, **options)
 
     @property
-    def max_slots(self) -> int:
-        return self._slots.max_slots
-
-    @property
     def num_running(self) -> int:
         """Requests admitted or waiting."""
         return len(self._requests)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory that the KV cache holds now."""
-        return self._cache.num_bytes
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Sample one completion of `prompt`; see `Engine.generate`.
@@ -198,14 +191,14 @@ class TorchEngine:
     async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load weights between two steps. Running completions go on with the new ones, their cache recomputed.
 
-        Raises ValueError, before anything is changed, for unknown or missing names and wrong shapes.
+        Raises ValueError for unknown or missing names, before anything is changed, and for wrong shapes.
         """
         self._check_open()
 
         def load() -> None:
+            self._forget_cache()
             load_weights(self.model, weights)
             self.version = version
-            self._forget_cache()
 
         await self._exclusively(load)
 
@@ -219,7 +212,6 @@ class TorchEngine:
             request.resolve()
         if self._task is not None:
             await asyncio.wait([self._task])
-        self._cache = _new_cache(self.model)
         self._worker.shutdown(wait=False)
 
     # --- event loop side ---------------------------------------------------------------------------------------
@@ -232,6 +224,8 @@ class TorchEngine:
         """The running loop. One that replaces an earlier one finds no requests of that one left."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
+            if self._loop is not None and self._loop.is_running():
+                raise RuntimeError("the engine is in use by the event loop of another thread; give each its own engine")
             self._worker.submit(self._reset).result()
             self._loop, self._lock, self._task = loop, asyncio.Lock(), None
             self._requests.clear()
@@ -250,19 +244,19 @@ class TorchEngine:
         num_prompt = len(prompt)
         if num_prompt == 0:
             raise ValueError("the prompt has no tokens; at least 1 is needed")
-        if num_prompt + sampling.max_tokens > self.max_context:
+        total = num_prompt + sampling.max_tokens
+        if total > self.max_context:
             raise ValueError(
-                f"prompt of {num_prompt} tokens plus max_tokens {sampling.max_tokens} is "
-                f"{num_prompt + sampling.max_tokens}, above the engine's context of {self.max_context}"
+                f"prompt of {num_prompt} tokens plus max_tokens {sampling.max_tokens} is {total}, "
+                f"above the engine's context of {self.max_context}"
             )
-        sequence = np.empty(num_prompt + sampling.max_tokens, np.int32)
-        sequence[:num_prompt] = prompt
         vocab = int(self.model.config.vocab_size)
-        if sequence[:num_prompt].min() < 0 or sequence[:num_prompt].max() >= vocab:
+        if min(prompt) < 0 or max(prompt) >= vocab:
             raise ValueError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
+        sequence = np.empty(total, np.int32)
+        sequence[:num_prompt] = prompt
         return _Request(
             sequence=sequence,
-            length=num_prompt,
             num_prompt=num_prompt,
             sampling=sampling,
             session=session,
@@ -321,24 +315,29 @@ class TorchEngine:
 
     def _release(self, session: str) -> None:
         self._slots.release(session)
-        for request in self._active:
+        for request in (*self._active, *self._waiting):
             if request.session == session:
                 request.session = None
 
     def _leave(self, request: _Request, *, keep: bool) -> None:
         """Take a request out of the running ones; `keep` its slot for the session's next turn."""
         self._active.remove(request)
-        if request.slot is not None:
-            self._slots.done(request.slot, keep_for=request.session if keep else None)
-            request.slot = None
+        self._slots.done(request.slot, keep_for=request.session if keep else None)
+
+    def _empty_cache(self) -> KVCache:
+        return KVCache(self.model, max_slots=self._slots.max_slots, max_positions=self.max_context)
 
     def _forget_cache(self) -> None:
-        """Drop every key and value; running requests start over from their tokens so far, before the waiting ones."""
+        """Drop every key and value; running requests start over from their tokens so far, before the waiting ones.
+
+        The memory goes too: NaNs of bad weights left in it would get through the mask (NaN - inf is NaN).
+        """
         self._waiting = self._active + self._waiting
         self._active = []
         for request in self._waiting:
-            request.slot = None
+            request.slot = Slot(-1)
         self._slots.clear()
+        self._cache = self._empty_cache()
 
     def _reset(self) -> None:
         """Forget all requests and the cache, after a failure or at the end."""
@@ -360,19 +359,13 @@ class TorchEngine:
         if coming and coming >= self._slots.longest_match(sequence) + MIN_SHARED:
             return False
         placement = self._slots.place(sequence, request.session)
-        if placement is None:
-            return False
-        slot = placement.slot
-        self._cache.reserve(
-            len(self._slots.slots), request.length, max_slots=self.max_slots, max_positions=self.max_context
-        )
+        request.slot = placement.slot
+        self._cache.reserve(len(self._slots.slots), request.length)
         if placement.source is not None:
-            self._cache.copy_prefix(placement.source.index, slot.index, placement.kept, placement.shared)
-            slot.extend(sequence[placement.kept : placement.shared])
-            self.stats.extra["copied_tokens"] += placement.shared - placement.kept
+            self._cache.copy_prefix(placement.source.index, request.slot.index, placement.kept, placement.shared)
+            request.slot.tokens = sequence[: placement.shared]
         self.stats.cached_tokens += placement.shared
-        self.stats.extra["evictions"] = self._slots.evictions
-        request.slot = slot
+        self.stats.evictions = self._slots.evictions
         self._active.append(request)
         return True
 
@@ -383,23 +376,17 @@ class TorchEngine:
 
     def _step(self) -> list[_Request]:
         """One packed forward and one sampled token for each request whose sequence is complete."""
-        began = time.perf_counter()
         batch = self._plan()
         segments, ids, ends = _pack(batch)
-        longest = max(segment.start + segment.count for segment in segments)
-        self._cache.reserve(len(self._slots.slots), longest, max_slots=self.max_slots, max_positions=self.max_context)
+        self._cache.reserve(len(self._slots.slots), max(segment.start + segment.count for segment in segments))
         logits = self._forward(segments, ids, ends)
-        num_decode = 0
-        ready: list[_Request] = []
+        num_decode = sum(count == 1 and request.slot.length >= request.num_prompt for request, count in batch)
+        self.stats.decode_tokens += num_decode
+        self.stats.prefill_tokens += len(ids) - num_decode
         for request, count in batch:
-            slot = _slot_of(request)
-            num_decode += int(count == 1 and slot.length >= request.num_prompt)
-            slot.extend(request.sequence[slot.length : slot.length + count])
-            if request.num_pending == 0:
-                ready.append(request)
-        finished = self._sample(ready, logits) if ready else []
-        self._count(len(ids) - num_decode, num_decode, time.perf_counter() - began)
-        return finished
+            request.slot.tokens = request.sequence[: request.slot.length + count]
+        ready = [request for request, _ in batch if request.num_pending == 0]
+        return self._sample(ready, logits) if ready else []
 
     def _plan(self) -> list[tuple[_Request, int]]:
         """Who runs, with how many tokens: long ones first, then single tokens ascending by slot."""
@@ -411,7 +398,7 @@ class TorchEngine:
                 count = min(request.num_pending, budget)
                 (long if count > 1 else singles).append((request, count))
                 budget -= count
-        return long + sorted(singles, key=lambda pair: _slot_of(pair[0]).index)
+        return long + sorted(singles, key=lambda pair: pair[0].slot.index)
 
     def _forward(self, segments: Sequence[Segment], ids: Int32T, ends: Sequence[int]) -> torch.Tensor:
         """Logits [len(ends), V] at the packed indices `ends`; of the last token when there are none."""
@@ -437,20 +424,6 @@ class TorchEngine:
                 finished.append(request)
         return finished
 
-    def _count(self, num_prefill: int, num_decode: int, seconds: float) -> None:
-        """A step's time is shared out by tokens."""
-        share = num_decode / (num_prefill + num_decode)
-        self.stats.prefill_tokens += num_prefill
-        self.stats.decode_tokens += num_decode
-        self.stats.prefill_s += seconds * (1 - share)
-        self.stats.decode_s += seconds * share
-        self.stats.decode_steps += num_decode > 0
-
-
-def _slot_of(request: _Request) -> Slot:
-    assert request.slot is not None, "a running request has a slot"
-    return request.slot
-
 
 def _pack(batch: Iterable[tuple[_Request, int]]) -> tuple[list[Segment], Int32T, list[int]]:
     """Segments, their tokens in a row, and the packed index of each last token whose logits are needed."""
@@ -459,21 +432,10 @@ def _pack(batch: Iterable[tuple[_Request, int]]) -> tuple[list[Segment], Int32T,
     ends: list[int] = []
     offset = 0
     for request, count in batch:
-        slot = _slot_of(request)
+        slot = request.slot
         segments.append(Segment(slot.index, slot.length, count, offset))
         pieces.append(request.sequence[slot.length : slot.length + count])
         offset += count
         if count == request.num_pending:
             ends.append(offset - 1)
     return segments, np.concatenate(pieces), ends
-
-
-def _new_cache(model: PreTrainedModel) -> KVCache:
-    config = model.config
-    return KVCache(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        dtype=model.dtype,
-        device=model.device,
-    )

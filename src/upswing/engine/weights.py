@@ -22,19 +22,20 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy `weights` into the model's parameters, converting device and dtype.
 
-    A tied parameter may be given under any of its names. Raises ValueError, before anything is changed, for unknown
-    or missing names and wrong shapes.
+    A tied parameter may be given under any of its names. Raises ValueError for unknown or missing names, before
+    anything is changed, and for a wrong shape. Values are read once and one at a time, because a lazy mapping makes
+    each when it is read; so a wrong shape is found after the parameters before it have been loaded.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in weights.items():
+    for name in weights:
         if name not in parameters:
             raise ValueError(f"the model has no parameter '{name}'{did_you_mean(name, parameters)}")
-        if parameters[name].shape != value.shape:
-            expected = tuple(parameters[name].shape)
-            raise ValueError(f"parameter '{name}' has shape {tuple(value.shape)}; the model's is {expected}")
     given = {id(parameters[name]) for name in weights}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
     if missing:
         raise ValueError(f"{len(missing)} parameters were not given, the first is '{missing[0]}'; give all of them")
     for name, value in weights.items():
+        got, expected = tuple(value.shape), tuple(parameters[name].shape)
+        if got != expected:
+            raise ValueError(f"parameter '{name}' has shape {got}; the model's is {expected}; load all weights again")
         parameters[name].copy_(value)
