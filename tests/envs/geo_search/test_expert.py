@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 from tests.envs.geo_search.conftest import Played
 
-from upswing.envs.geo_search import KINDS, GeoSearch, recovered
+from upswing.envs.geo_search import KINDS, GeoSearch
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.env import parse_action
 from upswing.errors import ConfigError
-from upswing.trajectory.types import Message, Task, ToolCall, ToolRecord
+from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall, ToolRecord, Trajectory
 
 Play = Callable[[GeoSearch, Task], Played]
 
@@ -79,6 +79,14 @@ def test_the_expert_is_the_same_for_the_same_rng(world: World, play: Play) -> No
 def test_a_task_of_another_environment_has_no_expert() -> None:
     with pytest.raises(ConfigError, match="'mine' has no plan"):
         GeoSearch().expert(Task(id="mine", messages=()), random.Random(0))
+
+
+def recovered(records: Sequence[ToolRecord], task: Task) -> bool | None:
+    finished = Trajectory(
+        id="x", task=task, branches=(), messages=(), outcome=Outcome.COMPLETED, stop_reason=StopReason.ANSWERED,
+        tool_records=tuple(records),
+    )  # fmt: skip
+    return GeoSearch().recovered(finished)
 
 
 def record(world: World, *passages: str, ok: bool = True) -> ToolRecord:

@@ -16,7 +16,7 @@ from upswing.envs.geo_search.corpus import Index, Passage, World
 from upswing.envs.geo_search.env import neutralise, parse_action
 from upswing.envs.geo_search.facts import Facts
 from upswing.envs.geo_search.names import fold
-from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall, ToolRecord, Trajectory
+from upswing.trajectory.types import Message, Task
 
 Drawn = dict[str, list[Task]]
 
@@ -246,22 +246,3 @@ def test_only_a_tag_in_the_final_turn_answers(world: World) -> None:
     assert env.step(AssistantMessage(content="<answer>Ghent</answer> or so")).answer is None
     assert env.step(AssistantMessage(content="<search>Belgium capital</search>")).answer is None
     assert env.step(AssistantMessage(content="Not Ghent. <answer>Brussels</answer>")).answer == "Brussels"
-
-
-def test_the_environment_tells_recovery_from_a_trajectory(world: World) -> None:
-    task = Task(id="t", messages=(), data={"passages": [["country/BE/capital"]]})
-
-    def told(*passages: str) -> bool | None:
-        records = tuple(
-            ToolRecord(call=ToolCall(name="search"), result=world.passages[p].line, ok=True, turn=i)
-            for i, p in enumerate(passages)
-        )
-        trajectory = Trajectory(
-            id="x", task=task, branches=(), messages=(), outcome=Outcome.COMPLETED, stop_reason=StopReason.ANSWERED,
-            tool_records=records,
-        )  # fmt: skip
-        return GeoSearch().recovered(trajectory)
-
-    assert told("country/BE/capital") is None
-    assert told("country/DE/capital", "country/BE/capital") is True
-    assert told("country/DE/capital", "country/FR/capital") is False

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import combinations, islice
 
-from upswing.envs.geo_search import KINDS, GeoSearch, entities_of, self_check
-from upswing.envs.geo_search.check import split_of
+from tests.envs.geo_search.checks import entities_of, problems, self_check, split_of
+
+from upswing.envs.geo_search import KINDS, GeoSearch
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.names import fold
@@ -61,21 +63,17 @@ def test_entities_cover_the_passages_and_the_names_in_the_question(world: World,
                 )
 
 
-def test_gold_follows_from_passages_and_facts() -> None:
-    assert self_check(25) == []
+def test_gold_follows_from_passages_and_facts(world: World) -> None:
+    assert self_check(world, 25) == []
 
 
 def test_self_check_finds_wrong_gold(world: World) -> None:
-    from dataclasses import replace
-
-    from upswing.envs.geo_search.check import _problems
-
     task = next(draws(world, "train", "two_hop", 0))
-    assert list(_problems(world, task, 1)) == []
-    assert len(list(_problems(world, replace(task, gold=("Atlantis",)), 1))) == 2
+    assert list(problems(world, task, 1)) == []
+    assert len(list(problems(world, replace(task, gold=("Atlantis",)), 1))) == 2
     foreign = next(c for c in world.facts.countries.values() if c.split == "test")
     moved = replace(task, data={**task.data, "entities": [f"country:{foreign.iso}"]})
-    assert "belongs to test" in "".join(_problems(world, moved, 1))
+    assert "belongs to test" in "".join(problems(world, moved, 1))
 
 
 def test_comparisons_and_counts_against_the_raw_data(world: World, drawn: dict[str, list[Task]]) -> None:

@@ -9,8 +9,9 @@ import sys
 from collections import Counter, defaultdict
 from itertools import combinations, islice
 
+from tests.envs.geo_search.checks import split_of
+
 from upswing.envs.geo_search import KINDS
-from upswing.envs.geo_search.check import split_of
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.pools import Places, draws

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from upswing.envs.geo_search.corpus import TEMPLATES, World, build_world
+from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.names import ascii_text, display, fold, forms, number, tokenize
 from upswing.envs.geo_search.relations import RELATIONS, read
+from upswing.envs.geo_search.tables import WORDINGS
 
 
 def test_known_facts(world: World) -> None:
@@ -80,7 +81,7 @@ def test_reading_inverts_every_wording() -> None:
         wanted = "Place" if relation.inverse else values[relation.group].removeprefix("the ")
         subject = "United States" if relation.inverse else "Place"
         for topic in relation.topics:
-            for wording in TEMPLATES[topic]:
+            for wording in WORDINGS["passages"][topic]:
                 assert read(name, f"Place: {wording.format(**values)}", subject, None) == wanted, (name, wording)
 
 

@@ -16,37 +16,7 @@ import numpy as np
 
 from upswing.envs.geo_search.facts import City, Country, Facts, load_facts
 from upswing.envs.geo_search.names import join_names, number, stable_hash, tokenize, with_the
-
-TEMPLATES: Mapping[str, tuple[str, ...]] = {
-    "continent": (
-        "A country on the continent of {o}.",
-        "Country. Its continent is {o}.",
-        "A country, part of the continent {o}.",
-    ),
-    "capital": ("The capital is {o}.", "Its capital is {o}.", "Capital: {o}."),
-    "currency": ("The currency is the {o} ({c}).", "Its currency is called {o} ({c}).", "Currency: {o} ({c})."),
-    "language": ("The main language is {o}.", "Its main language is {o}.", "Main language: {o}."),
-    "population": ("The population is {o}.", "It has a population of {o}.", "Population: {o}."),
-    "area": ("The area is {o} square km.", "It has an area of {o} square km.", "Area: {o} square km."),
-    "borders": ("It borders {o}.", "It shares borders with {o}.", "Borders: {o}."),
-    "calling_code": ("The calling code is {o}.", "Its calling code is {o}.", "Calling code: {o}."),
-    "iso": ("Its ISO code is {o}.", "The ISO code is {o}.", "ISO code: {o}."),
-    "official": (
-        "The full official name used for the state of {o}.",
-        "Official name that the state of {o} uses in full.",
-    ),
-    "former": ("A former name, used in older books, of {o}.", "The name that older maps and books give to {o}."),
-    "local": ("The local name by which its own people know {o}.", "Local name, in its own language, of {o}."),
-    "country": (
-        "A city in the country of {o}.",
-        "City. Its country is {o}.",
-        "A city that lies in the country of {o}.",
-    ),
-    "subdivision": ("A city in the region of {s}, in the country of {o}.", "City in {s}, a region of the country {o}."),
-    "city_population": ("The population is {o}.", "A city with a population of {o}.", "Population: {o}."),
-    "coordinates": ("Latitude {o}, longitude {c}.", "Its latitude is {o}, its longitude {c}."),
-}
-"""Topic -> wordings; `{o}` is the fact, `{c}` and `{s}` what comes with it. `subdivision` replaces `country`."""
+from upswing.envs.geo_search.tables import WORDINGS
 
 
 @dataclass(frozen=True)
@@ -66,8 +36,8 @@ class Passage:
 
 def word(topic: str, key: str, **values: str) -> str:
     """The wording of a topic for the place `key`."""
-    choices = TEMPLATES[topic]
-    return choices[stable_hash(key, topic) % len(choices)].format(**values)
+    choices = WORDINGS["passages"][topic]
+    return str(choices[stable_hash(key, topic) % len(choices)]).format(**values)
 
 
 def degrees(value: float, positive: str, negative: str) -> str:
@@ -76,24 +46,22 @@ def degrees(value: float, positive: str, negative: str) -> str:
 
 
 def _country_passages(country: Country, facts: Facts) -> Iterator[Passage]:
-    texts: dict[str, dict[str, str]] = {"continent": {"o": country.continent}, "iso": {"o": country.iso3}}
-    if country.capital:
-        texts["capital"] = {"o": country.capital}
-    if country.currency:
-        texts["currency"] = {"o": country.currency[0], "c": country.currency[1]}
-    if country.main_language:
-        texts["language"] = {"o": country.main_language}
-    if country.population:
-        texts["population"] = {"o": number(country.population)}
-    if country.area:
-        texts["area"] = {"o": number(country.area)}
-    if country.calling_code:
-        texts["calling_code"] = {"o": country.calling_code}
-    if country.neighbours:
-        # Commas only: "Bosnia and Herzegovina" would make a final "and" unreadable.
-        texts["borders"] = {"o": ", ".join(facts.countries[n].name for n in country.neighbours)}
-    for topic, values in texts.items():
-        text = word(topic, country.iso, **values)
+    neighbours = [facts.countries[n].name for n in country.neighbours]
+    texts = {
+        "continent": country.continent,
+        "iso": country.iso3,
+        "capital": country.capital,
+        "currency": country.currency and country.currency[0],
+        "language": country.main_language,
+        "population": country.population and number(country.population),
+        "area": country.area and number(country.area),
+        "calling_code": country.calling_code,
+        "borders": ", ".join(neighbours),  # commas only: "Bosnia and Herzegovina" would make a final "and" unreadable
+    }
+    for topic, fact in texts.items():
+        if not fact:
+            continue
+        text = word(topic, country.iso, o=str(fact), c=country.currency[1] if country.currency else "")
         if topic == "language" and len(country.languages) > 1:
             text = f"{text} Also spoken: {join_names(country.languages[1:4])}."
         yield Passage(f"country/{country.iso}/{topic}", country.name, text)
@@ -109,10 +77,7 @@ def _country_passages(country: Country, facts: Facts) -> Iterator[Passage]:
 def _city_passages(city: City, facts: Facts) -> Iterator[Passage]:
     country = with_the(facts.countries[city.country].name)
     key = str(city.id)
-    if city.subdivision:
-        place = word("subdivision", key, s=city.subdivision, o=country)
-    else:
-        place = word("country", key, o=country)
+    place = word("subdivision" if city.subdivision else "country", key, s=city.subdivision or "", o=country)
     latitude, longitude = degrees(city.latitude, "N", "S"), degrees(city.longitude, "E", "W")
     yield Passage(f"city/{key}/country", city.title, place)
     yield Passage(f"city/{key}/population", city.title, word("city_population", key, o=number(city.population)))

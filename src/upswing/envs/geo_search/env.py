@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
-from upswing.envs.geo_search.check import recovered
 from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.expert import Plan, ScriptedExpert
 from upswing.envs.geo_search.facts import SPLITS, require_packages
@@ -137,8 +136,22 @@ class GeoSearch(Environment):
         return {"num_searches": len(self._queries), "num_invalid": self._invalid, "queries": list(self._queries)}
 
     def recovered(self, trajectory: Trajectory) -> bool | None:
-        """See `check.recovered`: found everything after a search had missed; None when none missed."""
-        return recovered(trajectory.tool_records, trajectory.task, self.world)
+        """Did the agent find everything after a search had missed?
+
+        True: some search brought nothing that was still needed, and later ones brought all that was. False: one
+        missed and something needed was never found. None: no search missed (or there was none).
+        """
+        by_line = self.world.by_line
+        pending = [set(ids) for ids in trajectory.task.data.get("passages", ())]
+        missed = False
+        for record in trajectory.tool_records:
+            if not record.ok or not pending:
+                continue
+            seen = {by_line[line] for line in record.result.split("\n") if line in by_line}
+            left = [ids for ids in pending if not ids & seen]
+            missed = missed or len(left) == len(pending)
+            pending = left
+        return not pending if missed else None
 
     def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
         """Endless tasks of a split, kinds mixed by weight. Within a kind none repeats until all have come.

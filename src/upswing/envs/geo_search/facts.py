@@ -18,14 +18,6 @@ from upswing.errors import ConfigError
 
 SPLITS = ("train", "dev", "test")
 _PATTERN = "TTXTDTXTTXTTXTDTXTDX"  # per continent, 11 train, 3 dev and 6 test of 20
-_CONTINENTS = {
-    "EU": "Europe",
-    "AS": "Asia",
-    "AF": "Africa",
-    "NA": "North America",
-    "SA": "South America",
-    "OC": "Oceania",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +123,7 @@ def _country(row: Mapping[str, Any]) -> Country:
         iso3=row["iso3"],
         name=name,
         split="",
-        continent=_CONTINENTS[row["continentcode"]],
+        continent=tables.CONTINENTS[row["continentcode"]],
         capital=tables.CAPITALS.get(iso, display(row["capital"])) or None,
         capital_id=None,
         currency=_currency(row["currencycode"]),
@@ -148,8 +140,7 @@ def _country(row: Mapping[str, Any]) -> Country:
 def _country_aliases(iso: str, name: str, official: str | None) -> tuple[tuple[str, str], ...]:
     official = None if iso in tables.NO_OFFICIAL_NAME else official
     found = [(official.removeprefix("the "), "official")] if official and fold(official) != fold(name) else []
-    for kind, table in tables.COUNTRY_ALIASES.items():
-        found += [(alias, kind) for code, alias in tables.pairs(table) if code == iso]
+    found += [(names[iso], kind) for kind, names in tables.COUNTRY_ALIASES.items() if iso in names]
     return tuple((display(alias), kind) for alias, kind in found if fold(alias) != fold(name))
 
 
@@ -194,7 +185,7 @@ def _assign_splits(countries: Iterable[Country]) -> dict[str, str]:
 
 
 def _admin1(us_states: Mapping[str, Mapping[str, str]]) -> dict[tuple[str, str], str]:
-    names = {(iso, code): name for iso, text in tables.ADMIN1.items() for code, name in tables.pairs(text)}
+    names = {(iso, code): name for iso, codes in tables.ADMIN1.items() for code, name in codes.items()}
     return names | {("US", code): state["name"] for code, state in us_states.items() if code != "DC"}
 
 
@@ -289,13 +280,13 @@ def _city(
 
 def _city_aliases(by_name: Mapping[str, list[Mapping[str, Any]]]) -> dict[int, tuple[str, ...]]:
     """Older names, for cities whose newer name is theirs alone and where no place has the older one."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for key, alias in tables.pairs(tables.CITY_ALIASES):
-        iso, _, name = key.partition(":")
-        rows = by_name.get(fold(name), [])
-        if len(rows) == 1 and rows[0]["countrycode"] == iso and not by_name.get(fold(alias)):
-            found[int(rows[0]["geonameid"])].append(display(alias))
-    return {city: tuple(names) for city, names in found.items()}
+    found: dict[int, tuple[str, ...]] = {}
+    for iso, names in tables.CITY_ALIASES.items():
+        for name, alias in names.items():
+            rows = by_name.get(fold(name), [])
+            if len(rows) == 1 and rows[0]["countrycode"] == iso and not by_name.get(fold(alias)):
+                found[int(rows[0]["geonameid"])] = (display(alias),)
+    return found
 
 
 def _link_capitals(countries: Mapping[str, Country], cities: Mapping[int, City]) -> dict[str, Country]:

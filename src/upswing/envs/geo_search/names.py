@@ -1,4 +1,4 @@
-"""Text helpers: folding accents, the search tokenizer, numbers, stable hashing. Pure functions, no data."""
+"""Text helpers: folding accents, the search tokenizer, numbers, stable hashing. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import hashlib
 import re
 import unicodedata
 
-
-def words(text: str, separator: str | None = None) -> frozenset[str]:
-    """The set of the words of a text."""
-    return frozenset(text.split(separator))
-
+from upswing.envs.geo_search.tables import WORDINGS
 
 _LETTERS = (
     {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i", "ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe"}
@@ -20,18 +16,8 @@ _LETTERS = (
 _APOSTROPHES = str.maketrans("’‘ʼ", "'''")
 _SPECIAL = {ord(letter): plain for letter, plain in _LETTERS.items()}
 _TOKEN = re.compile(r"\d{1,3}(?:,\d{3})+|[a-z0-9]+")
-_STOP = words(
-    "the of is a an in what which who how many much does do did it its and to that has have was by for on with are "
-    "there me tell where from at as or than whose be this these"
-)
-_WITH_THE = words(
-    (
-        "United States|United Kingdom|United Arab Emirates|Netherlands|Philippines|Gambia|Bahamas|Maldives|Comoros|"
-        "Seychelles|Marshall Islands|Solomon Islands|Democratic Republic of the Congo|Republic of the Congo|"
-        "Central African Republic|Dominican Republic"
-    ),
-    "|",
-)
+_STOP = frozenset(WORDINGS["stop_words"])
+_WITH_THE = frozenset(WORDINGS["with_the"])
 
 
 def ascii_text(text: str) -> str:
@@ -83,9 +69,9 @@ def with_the(country: str) -> str:
     return f"the {country}" if country in _WITH_THE else country
 
 
-def join_names(names: list[str] | tuple[str, ...], last: str = "and") -> str:
+def join_names(names: list[str] | tuple[str, ...]) -> str:
     """['A', 'B', 'C'] -> 'A, B and C'."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def forms(*texts: str) -> tuple[str, ...]:

@@ -204,21 +204,14 @@ def _distractor(p: Places) -> dict[str, list[Spec]]:
     }
 
 
-_BUILDERS = {
-    "one_hop": _one_hop,
-    "two_hop": _two_hop,
-    "three_hop": _three_hop,
-    "comparison": _comparison,
-    "count": _count,
-    "homonym": _homonym,
-    "distractor": _distractor,
-}
+_BUILDERS = (_one_hop, _two_hop, _three_hop, _comparison, _count, _homonym, _distractor)
+_BY_KIND = dict(zip(KINDS, _BUILDERS, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
 def pool(world: World, split: str, kind: str) -> Mapping[str, Sequence[Spec]]:
     """Form -> the specs of a kind in a split, before fairness is checked."""
-    return {name: specs for name, specs in _BUILDERS[kind](Places.of(world, split)).items() if specs}
+    return {name: specs for name, specs in _BY_KIND[kind](Places.of(world, split)).items() if specs}
 
 
 def draws(world: World, split: str, kind: str, seed: int, max_searches: int = 4) -> Iterator[Task]:
@@ -264,7 +257,7 @@ def make_task(
             "plan": list(draft.plan),
             "final": dict(draft.final),
         },
-        tags={"kind": kind, "hops": str(draft.hops), "trap": trap},
+        tags={"kind": kind, "hops": str(len(draft.plan)), "trap": trap},
         env="geo_search",
         split=split,
     )
@@ -285,19 +278,14 @@ def fair(world: World, kind: str, draft: Draft, max_searches: int = 4) -> bool:
     if answer not in draft.gold:
         return False
     if kind == "homonym":
-        return _misses(world, _bare_query(draft), draft, k=1)
+        bare = RELATIONS[draft.plan[-1]["relation"]].queries[0].format(s=draft.plan[-1]["subject"])
+        return _misses(world, bare, draft, k=1)
     if kind == "distractor":
         own = set(tokenize(draft.question))
         proper = " ".join(t for t in tokenize(RELATIONS[draft.plan[-1]["relation"]].queries[0]) if t in own)
         first = draft.plan[0]["subject"]
         return _misses(world, draft.question, draft, k=2) and _misses(world, f"{first} {proper}", draft, k=2)
     return True
-
-
-def _bare_query(draft: Draft) -> str:
-    """What one would search for the namesake without saying which."""
-    step = draft.plan[-1]
-    return RELATIONS[step["relation"]].queries[0].format(s=step["subject"])
 
 
 def _misses(world: World, query: str, draft: Draft, k: int) -> bool:

@@ -7,32 +7,19 @@ by a good query, a trap really traps) is checked against the real index in `pool
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.facts import City, Country
 from upswing.envs.geo_search.names import forms, join_names, number, with_the
+from upswing.envs.geo_search.tables import WORDINGS
 
-ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "capital": ("What is the capital of {x}?", "Which city is the capital of {x}?"),
-    "currency": ("What is the currency of {x}?", "Which currency does {x} use?"),
-    "language": ("What is the main language of {x}?", "Which language is the main one in {x}?"),
-    "population": ("What is the population of {x}?", "How large is the population of {x}?"),
-    "area": ("What is the area in square km of {x}?", "How many square km is the area of {x}?"),
-    "calling_code": ("What is the calling code of {x}?", "Which calling code does {x} have?"),
-    "continent": ("On which continent is {x}?", "Which continent is {x} part of?"),
-}
-VAGUE: Mapping[str, tuple[str, ...]] = {
-    "currency": ("What money do people pay with in {x}?", "What do shops in {x} take as payment?"),
-    "population": ("How many inhabitants does {x} have?", "How many people live in {x}?"),
-    "language": ("What do people in {x} mostly speak?", "In what tongue do people in {x} talk?"),
-    "area": ("How big is {x}, in square kilometres?", "How large is the territory of {x}?"),
-    "calling_code": ("Which prefix do you dial to phone {x}?", "What do you dial before a number in {x}?"),
-    "capital": ("Which city does {x} have as its seat of state?", "What is the main city of state of {x}?"),
-}
-"""Wordings that avoid the passages' own words, so that the question itself makes a poor query."""
+ATTRIBUTES: Mapping[str, Sequence[str]] = WORDINGS["attributes"]
+VAGUE: Mapping[str, Sequence[str]] = WORDINGS["vague"]
+_QUESTIONS: Mapping[str, Sequence[str]] = WORDINGS["questions"]
+_REFERENCES: Mapping[str, Sequence[str]] = WORDINGS["references"]
 
 Ids = tuple[Any, ...]
 Step = dict[str, Any]
@@ -48,14 +35,10 @@ class Draft:
     """Hops: `relation`, `subject` (a name, or the index of an earlier hop), `qualifier` (same, or None), `gold`
     (ids of passages, any of which settles the hop) and `soft` (the question doesn't name the qualifier: it is only
     needed when the plain search found a namesake)."""
-    final: Mapping[str, Any]
-    """How the hops' facts make the answer: `{'op': 'value' | 'max' | 'north' | 'count_list' | 'count_equal', ...}`."""
     entities: tuple[str, ...]
     """`country:BE`, `city:2803138`, `subdivision:DE.02`: every place mentioned, traversed or answered."""
-    hops: int
-
-
-VALUE: Mapping[str, Any] = {"op": "value"}
+    final: Mapping[str, Any] = field(default_factory=lambda: {"op": "value"})
+    """How the hops' facts make the answer: `{'op': 'value' | 'max' | 'north' | 'count_list' | 'count_equal', ...}`."""
 
 
 def hop(relation: str, subject: str | int, *gold: str, qualifier: str | int | None = None, soft: bool = False) -> Step:
@@ -75,36 +58,35 @@ def attribute_gold(country: Country, attribute: str) -> tuple[str, ...]:
     """Accepted answers for an attribute of a country; empty when it has no reliable value."""
     if attribute == "currency":
         return forms(country.currency[0], "{} ({})".format(*country.currency)) if country.currency else ()
-    value = {
-        "capital": country.capital,
-        "language": country.main_language,
-        "population": number(country.population) if country.population else None,
-        "area": number(country.area) if country.area else None,
-        "calling_code": country.calling_code,
-        "continent": country.continent,
-    }[attribute]
-    if value is None:
+    if attribute in ("population", "area"):
+        value = getattr(country, attribute)
+        return number_forms(value) if value else ()
+    text = getattr(country, "main_language" if attribute == "language" else attribute)
+    if text is None:
         return ()
-    plain = value.replace(",", "") if attribute in ("population", "area") else value
-    extra = (f"+{value}",) if attribute == "calling_code" else ()
-    return tuple(dict.fromkeys((*forms(value), plain, *extra)))
+    return (text, f"+{text}") if attribute == "calling_code" else forms(text)
 
 
 def number_forms(value: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys((number(value), str(value))))
 
 
+def country_forms(country: Country) -> tuple[str, ...]:
+    return forms(country.name, with_the(country.name))
+
+
 def attribute_hop(country: Country, attribute: str, subject: str | int) -> Step:
     return hop(attribute, subject, f"country/{country.iso}/{attribute}")
 
 
-def attribute_entities(world: World, country: Country, attribute: str) -> tuple[str, ...]:
+def attribute_entities(country: Country, attribute: str) -> tuple[str, ...]:
     """The places an attribute's answer adds: the capital's city."""
     return (f"city:{country.capital_id}",) if attribute == "capital" and country.capital_id else ()
 
 
-def _pick(rng: random.Random, texts: tuple[str, ...], **values: str) -> str:
-    return rng.choice(texts).format(**values)
+def _say(rng: random.Random, texts: Sequence[str], **values: str) -> str:
+    """One of the wordings, filled in; a single one is taken without drawing."""
+    return (rng.choice(texts) if len(texts) > 1 else texts[0]).format(**values)
 
 
 def _where(world: World, city: City, subject: str | int | None = None, qualifier: str | None = None) -> Step:
@@ -122,48 +104,36 @@ def _where(world: World, city: City, subject: str | int | None = None, qualifier
 class Reference:
     """A phrase for a country, and the hops that resolve it."""
 
+    country: Country
     phrase: str
     steps: tuple[Step, ...]
     entities: tuple[str, ...]
 
+    @property
+    def subject(self) -> str | int:
+        """What the next hop asks about: the last hop's fact, or the country's name."""
+        return len(self.steps) - 1 if self.steps else self.country.name
 
-def refer(world: World, way: str, key: Any, rng: random.Random) -> tuple[Country, Reference]:
+
+def refer(world: World, way: str, key: Any, rng: random.Random) -> Reference:
     """The country that `key` leads to by `way`: `name`, `city`, `capital`, `currency`, `iso` or `alias`."""
-    countries = world.facts.countries
     if way == "city":
         city = world.facts.cities[key]
-        country = countries[city.country]
-        texts: tuple[str, ...] = (
-            "the country where {c} lies",
-            "the country that {c} is in",
-            "the country of the city {c}",
-        )
-        entities = (city_id(city), country_id(country))
-        return country, Reference(_pick(rng, texts, c=city.name), (_where(world, city),), entities)
-    country = countries[key[0] if way == "alias" else key]
-    iso, own = country.iso, (country_id(country),)
+        country = world.facts.countries[city.country]
+        phrase = _say(rng, _REFERENCES["city"], x=city.name)
+        return Reference(country, phrase, (_where(world, city),), (city_id(city), country_id(country)))
+    country = world.facts.countries[key[0] if way == "alias" else key]
+    own = (country_id(country), *attribute_entities(country, way))
     if way == "name":
-        return country, Reference(with_the(country.name), (), own)
-    if way == "capital":
-        step = hop("capital_of", country.capital or "", f"country/{iso}/capital")
-        phrase = f"the country whose capital is {country.capital}"
-        return country, Reference(phrase, (step,), own + attribute_entities(world, country, "capital"))
-    if way == "currency":
-        name = country.currency[0] if country.currency else ""
-        texts = ("the country whose currency is the {m}", "the country that uses the {m} as currency")
-        step = hop("currency_of", name, f"country/{iso}/currency")
-        return country, Reference(_pick(rng, texts, m=name), (step,), own)
-    if way == "iso":
-        step = hop("iso_of", country.iso3, f"country/{iso}/iso")
-        return country, Reference(f"the country with ISO code {country.iso3}", (step,), own)
-    alias, kind = country.aliases[key[1]]
-    texts = {
-        "official": ("the {a}", "the state officially called the {a}"),
-        "former": ("the country once called {a}", "the country that used to be {a}"),
-        "local": ("the country that calls itself {a}", "the country known at home as {a}"),
-    }[kind]
-    step = hop("alias", alias, f"alias/{iso}/{key[1]}")
-    return country, Reference(_pick(rng, texts, a=alias), (step,), own)
+        return Reference(country, with_the(country.name), (), own)
+    if way == "alias":
+        name, wording = country.aliases[key[1]]
+        step = hop("alias", name, f"alias/{country.iso}/{key[1]}")
+    else:
+        currency = country.currency[0] if country.currency else ""
+        name, wording = {"capital": country.capital or "", "currency": currency, "iso": country.iso3}[way], way
+        step = hop(f"{way}_of", name, f"country/{country.iso}/{way}")
+    return Reference(country, _say(rng, _REFERENCES[wording], x=name), (step,), own)
 
 
 # --- forms ----------------------------------------------------------------------------------------------------------
@@ -172,79 +142,56 @@ def refer(world: World, way: str, key: Any, rng: random.Random) -> tuple[Country
 def attribute_of(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(way, key, attribute[, 'vague']): an attribute of a country."""
     way, key, attribute = ids[:3]
-    country, ref = refer(world, way, key, rng)
+    ref = refer(world, way, key, rng)
     texts = VAGUE[attribute] if ids[3:] == ("vague",) else ATTRIBUTES[attribute]
-    steps = (*ref.steps, attribute_hop(country, attribute, len(ref.steps) - 1 if ref.steps else country.name))
     return Draft(
-        question=_pick(rng, texts, x=ref.phrase),
-        gold=attribute_gold(country, attribute),
-        plan=steps,
-        final=VALUE,
-        entities=ref.entities + attribute_entities(world, country, attribute),
-        hops=len(steps),
+        question=_say(rng, texts, x=ref.phrase),
+        gold=attribute_gold(ref.country, attribute),
+        plan=(*ref.steps, attribute_hop(ref.country, attribute, ref.subject)),
+        entities=ref.entities + attribute_entities(ref.country, attribute),
     )
 
 
 def capital_population(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(way, key): how many people the capital has."""
-    country, ref = refer(world, ids[0], ids[1], rng)
-    city = world.facts.cities[country.capital_id or 0]
-    n = len(ref.steps)
-    country_subject: str | int = n - 1 if ref.steps else country.name
-    texts = ("What is the population of the capital of {x}?", "How large is the population of the capital of {x}?")
-    qualifier = country_subject if city.qualifier == country.name else city.qualifier
-    steps = (
-        *ref.steps,
-        attribute_hop(country, "capital", country_subject),
-        hop("city_population", n, f"city/{city.id}/population", qualifier=qualifier, soft=True),
-    )
+    ref = refer(world, ids[0], ids[1], rng)
+    city = world.facts.cities[ref.country.capital_id or 0]
+    qualifier = ref.subject if city.qualifier == ref.country.name else city.qualifier
+    passage = f"city/{city.id}/population"
     return Draft(
-        question=_pick(rng, texts, x=ref.phrase),
+        question=_say(rng, ATTRIBUTES["population"], x=f"the capital of {ref.phrase}"),
         gold=number_forms(city.population),
-        plan=steps,
-        final=VALUE,
+        plan=(
+            *ref.steps,
+            attribute_hop(ref.country, "capital", ref.subject),
+            hop("city_population", len(ref.steps), passage, qualifier=qualifier, soft=True),
+        ),
         entities=(*ref.entities, city_id(city)),
-        hops=len(steps),
     )
 
 
 def neighbour_attribute(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(way, key, attribute): of the only country that borders another."""
-    country, ref = refer(world, ids[0], ids[1], rng)
-    other = world.facts.countries[country.neighbours[0]]
-    n = len(ref.steps)
-    steps = (
-        *ref.steps,
-        hop("neighbour", n - 1 if ref.steps else country.name, f"country/{country.iso}/borders"),
-        attribute_hop(other, ids[2], n),
-    )
-    texts = ("the only country that borders {x}", "the single neighbour of {x}")
+    ref = refer(world, ids[0], ids[1], rng)
+    other = world.facts.countries[ref.country.neighbours[0]]
+    phrase = _say(rng, _REFERENCES["neighbour"], x=ref.phrase)
     return Draft(
-        question=_pick(rng, ATTRIBUTES[ids[2]], x=_pick(rng, texts, x=ref.phrase)),
+        question=_say(rng, ATTRIBUTES[ids[2]], x=phrase),
         gold=attribute_gold(other, ids[2]),
-        plan=steps,
-        final=VALUE,
-        entities=(*ref.entities, country_id(other), *attribute_entities(world, other, ids[2])),
-        hops=len(steps),
+        plan=(
+            *ref.steps,
+            hop("neighbour", ref.subject, f"country/{ref.country.iso}/borders"),
+            attribute_hop(other, ids[2], len(ref.steps)),
+        ),
+        entities=(*ref.entities, country_id(other), *attribute_entities(other, ids[2])),
     )
 
 
 def country_by(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(way, key): which country has this capital or this currency."""
-    country, ref = refer(world, ids[0], ids[1], rng)
-    texts = {
-        "capital": ("Which country has {v} as its capital?", "Of which country is {v} the capital?"),
-        "currency": ("Which country uses the {v} as its currency?", "Which country has the {v} as currency?"),
-    }[ids[0]]
-    value = country.capital if ids[0] == "capital" else (country.currency or ("",))[0]
-    return Draft(
-        question=_pick(rng, texts, v=str(value)),
-        gold=forms(country.name, with_the(country.name)),
-        plan=ref.steps,
-        final=VALUE,
-        entities=ref.entities,
-        hops=1,
-    )
+    ref = refer(world, ids[0], ids[1], rng)
+    question = _say(rng, _QUESTIONS[f"by_{ids[0]}"], x=ref.steps[0]["subject"])
+    return Draft(question=question, gold=country_forms(ref.country), plan=ref.steps, entities=ref.entities)
 
 
 def city_fact(world: World, ids: Ids, rng: random.Random) -> Draft:
@@ -252,50 +199,36 @@ def city_fact(world: World, ids: Ids, rng: random.Random) -> Draft:
     relation, key = ids
     city = world.facts.cities[key]
     country = world.facts.countries[city.country]
-    name = city.name if city.qualifier is None else f"{city.name} in {with_the(city.qualifier)}"
-    entities = [city_id(city)]
+    region, nation = f"subdivision:{city.subdivision_id}", country_id(country)
+    name, entities = city.name, [city_id(city)]
     if city.qualifier is not None:
-        entities += [country_id(country) if city.qualifier == country.name else f"subdivision:{city.subdivision_id}"]
-    texts: tuple[str, ...]
+        name += f" in {with_the(city.qualifier)}"
+        entities.append(nation if city.qualifier == country.name else region)
     if relation == "country":
-        gold = forms(country.name, with_the(country.name))
-        texts = ("In which country is {x}?", "Which country is {x} in?")
-        entities += [country_id(country)]
-    elif relation == "subdivision":
-        gold = forms(city.subdivision or "")
-        texts = ("In which region is the city {x}?", "Which region is {x} part of?")
-        entities += [f"subdivision:{city.subdivision_id}"]
-    else:
-        gold = number_forms(city.population)
-        texts = ("What is the population of {x}?", "How large is the population of {x}?")
-    topic = "population" if relation == "city_population" else "country"
-    step = hop(relation, city.name, f"city/{city.id}/{topic}", qualifier=city.qualifier)
-    if relation == "country":
+        texts, gold = _QUESTIONS["city_country"], country_forms(country)
         step = _where(world, city, qualifier=city.qualifier)
-    return Draft(
-        question=_pick(rng, texts, x=name),
-        gold=gold,
-        plan=(step,),
-        final=VALUE,
-        entities=tuple(dict.fromkeys(entities)),
-        hops=1,
-    )
+        entities.append(nation)
+    elif relation == "subdivision":
+        texts, gold = _QUESTIONS["city_subdivision"], forms(city.subdivision or "")
+        step = hop(relation, city.name, f"city/{key}/country", qualifier=city.qualifier)
+        entities.append(region)
+    else:
+        texts, gold = ATTRIBUTES["population"], number_forms(city.population)
+        step = hop(relation, city.name, f"city/{key}/population", qualifier=city.qualifier)
+    question = _say(rng, texts, x=name)
+    return Draft(question=question, gold=gold, plan=(step,), entities=tuple(dict.fromkeys(entities)))
 
 
 def homonym_by_country(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(way, city id): the population of the namesake in a country that is itself only described."""
     way, key = ids
     city = world.facts.cities[key]
-    ref = refer(world, way, city.country, rng)[1]
-    texts = ("What is the population of the {c} in {x}?", "How large is the population of the city {c} in {x}?")
-    step = hop("city_population", city.name, f"city/{city.id}/population", qualifier=0)
+    ref = refer(world, way, city.country, rng)
     return Draft(
-        question=_pick(rng, texts, c=city.name, x=ref.phrase),
+        question=_say(rng, _QUESTIONS["homonym_population"], c=city.name, x=ref.phrase),
         gold=number_forms(city.population),
-        plan=(*ref.steps, step),
-        final=VALUE,
+        plan=(*ref.steps, hop("city_population", city.name, f"city/{city.id}/population", qualifier=0)),
         entities=(*ref.entities, city_id(city)),
-        hops=2,
     )
 
 
@@ -305,19 +238,15 @@ def renamed_city(world: World, ids: Ids, rng: random.Random) -> Draft:
     city = world.facts.cities[key]
     country = world.facts.countries[city.country]
     alias = city.aliases[index]
-    first = hop("alias", alias, f"alias/{city.id}/{index}")
     if relation == "country":
-        step, gold = _where(world, city, 0), forms(country.name, with_the(country.name))
-        texts = ("In which country is the city once called {a}?", "Which country is the former {a} in?")
+        step, gold, more = _where(world, city, 0), country_forms(country), [country_id(country)]
     else:
-        step, gold = hop(relation, 0, f"city/{city.id}/population"), number_forms(city.population)
-        texts = (
-            "What is the population of the city once called {a}?",
-            "How large is the population of the former {a}?",
-        )
-    entities = (city_id(city), country_id(country)) if relation == "country" else (city_id(city),)
+        step, gold, more = hop(relation, 0, f"city/{city.id}/population"), number_forms(city.population), []
     return Draft(
-        question=_pick(rng, texts, a=alias), gold=gold, plan=(first, step), final=VALUE, entities=entities, hops=2
+        question=_say(rng, _QUESTIONS[f"renamed_{relation}"], x=alias),
+        gold=gold,
+        plan=(hop("alias", alias, f"alias/{city.id}/{index}"), step),
+        entities=(city_id(city), *more),
     )
 
 
@@ -325,12 +254,6 @@ def compare(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(measure, id, id): which of two cities or countries has more people or area, or lies further north."""
     measure, pair = ids[0], list(ids[1:])
     rng.shuffle(pair)
-    texts = {
-        "city_population": ("Which city has more people, {a} or {b}?", "Which has the larger population, {a} or {b}?"),
-        "population": ("Which country has more people, {a} or {b}?", "Which has the larger population, {a} or {b}?"),
-        "area": ("Which country has the larger area, {a} or {b}?", "Which is larger by area, {a} or {b}?"),
-        "latitude": ("Which city is further north, {a} or {b}?", "Which lies further north, {a} or {b}?"),
-    }[measure]
     if measure in ("population", "area"):
         countries = [world.facts.countries[i] for i in pair]
         names = [c.name for c in countries]
@@ -346,12 +269,11 @@ def compare(world: World, ids: Ids, rng: random.Random) -> Draft:
         entities = tuple(city_id(c) for c in cities)
     best = names[values.index(max(values))]
     return Draft(
-        question=_pick(rng, texts, a=with_the(names[0]), b=with_the(names[1])),
+        question=_say(rng, _QUESTIONS[f"compare_{measure}"], a=with_the(names[0]), b=with_the(names[1])),
         gold=forms(best, with_the(best)),
         plan=tuple(steps),
-        final={"op": "north" if measure == "latitude" else "max", "names": names, "of": [0, 1]},
         entities=entities,
-        hops=2,
+        final={"op": "north" if measure == "latitude" else "max", "names": names, "of": [0, 1]},
     )
 
 
@@ -359,38 +281,29 @@ def compare_capital(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(city id, iso): a city against the capital of a country."""
     city, country = world.facts.cities[ids[0]], world.facts.countries[ids[1]]
     capital = world.facts.cities[country.capital_id or 0]
-    texts = (
-        "Which has more people, {a} or the capital of {b}?",
-        "Which has the larger population, {a} or the capital of {b}?",
-    )
-    steps = (
-        attribute_hop(country, "capital", country.name),
-        hop("city_population", 0, f"city/{capital.id}/population", qualifier=capital.qualifier, soft=True),
-        hop("city_population", city.name, f"city/{city.id}/population"),
-    )
     best = city.name if city.population > capital.population else capital.name
     return Draft(
-        question=_pick(rng, texts, a=city.name, b=with_the(country.name)),
+        question=_say(rng, _QUESTIONS["compare_capital"], a=city.name, b=with_the(country.name)),
         gold=forms(best),
-        plan=steps,
-        final={"op": "max", "names": [0, city.name], "of": [1, 2]},
+        plan=(
+            attribute_hop(country, "capital", country.name),
+            hop("city_population", 0, f"city/{capital.id}/population", qualifier=capital.qualifier, soft=True),
+            hop("city_population", city.name, f"city/{city.id}/population"),
+        ),
         entities=(city_id(city), country_id(country), city_id(capital)),
-        hops=3,
+        final={"op": "max", "names": [0, city.name], "of": [1, 2]},
     )
 
 
 def count_borders(world: World, ids: Ids, rng: random.Random) -> Draft:
     """(way, key): how many countries border one. Only their number is asked, so the neighbours may be anyone's."""
-    country, ref = refer(world, ids[0], ids[1], rng)
-    texts = ("How many countries border {x}?", "With how many countries does {x} share borders?")
-    step = hop("borders", len(ref.steps) - 1 if ref.steps else country.name, f"country/{country.iso}/borders")
+    ref = refer(world, ids[0], ids[1], rng)
     return Draft(
-        question=_pick(rng, texts, x=ref.phrase),
-        gold=(str(len(country.neighbours)),),
-        plan=(*ref.steps, step),
-        final={"op": "count_list"},
+        question=_say(rng, _QUESTIONS["count_borders"], x=ref.phrase),
+        gold=(str(len(ref.country.neighbours)),),
+        plan=(*ref.steps, attribute_hop(ref.country, "borders", ref.subject)),
         entities=ref.entities,
-        hops=1 + len(ref.steps),
+        final={"op": "count_list"},
     )
 
 
@@ -400,15 +313,13 @@ def count_in_country(world: World, ids: Ids, rng: random.Random) -> Draft:
     cities = [world.facts.cities[i] for i in ids[1:]]
     rng.shuffle(cities)
     names = [c.name for c in cities]
-    texts = ("How many of {l} are cities in {x}?", "Of {l}, how many are in {x}?")
-    found = tuple(dict.fromkeys(country_id(world.facts.countries[c.country]) for c in cities))
+    found = [country_id(world.facts.countries[c.country]) for c in cities]
     return Draft(
-        question=_pick(rng, texts, l=join_names(names), x=with_the(country.name)),
+        question=_say(rng, _QUESTIONS["count_in_country"], l=join_names(names), x=with_the(country.name)),
         gold=(str(sum(c.country == country.iso for c in cities)),),
         plan=tuple(_where(world, c) for c in cities),
-        final={"op": "count_equal", "names": names, "to": country.name},
         entities=tuple(dict.fromkeys((country_id(country), *found, *(city_id(c) for c in cities)))),
-        hops=len(cities),
+        final={"op": "count_equal", "names": names, "to": country.name},
     )
 
 

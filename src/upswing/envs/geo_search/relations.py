@@ -10,68 +10,40 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from upswing.envs.geo_search.corpus import TEMPLATES
 from upswing.envs.geo_search.names import fold
+from upswing.envs.geo_search.tables import WORDINGS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Relation:
-    """One kind of hop."""
+    """One kind of hop; the fields are explained in `wordings.yaml`."""
 
     topics: tuple[str, ...]
-    """Topics whose wording states the fact (see `corpus.TEMPLATES`)."""
     queries: tuple[str, ...]
-    """Queries that work, best first; `{s}` is the subject."""
     vague: tuple[str, ...]
-    """Words that a careless searcher would use and that no passage of the topic contains."""
-    inverse: bool = False
-    """True: the subject is the fact and the answer is the title ('Brussels' -> 'Belgium')."""
-    also: tuple[str, ...] = ()
-    """Relations whose passages state the same fact."""
-    group: str = "o"
-    """Which part of the wording is the answer."""
+    inverse: bool
+    """The subject is the fact and the answer is the title ('Brussels' -> 'Belgium')."""
+    also: tuple[str, ...]
+    group: str
 
 
-RELATIONS: Mapping[str, Relation] = {
-    "continent": Relation(topics=("continent",), queries=("{s} continent", "{s} country continent"), vague=("where",)),
-    "capital": Relation(topics=("capital",), queries=("{s} capital", "country {s} capital"), vague=("main city",)),
-    "currency": Relation(topics=("currency",), queries=("{s} currency", "{s} currency called"), vague=("money",)),
-    "language": Relation(topics=("language",), queries=("{s} main language", "{s} language"), vague=("speaks",)),
-    "population": Relation(topics=("population",), queries=("{s} population",), vague=("people", "inhabitants")),
-    "area": Relation(topics=("area",), queries=("{s} area", "{s} area square km"), vague=("size",)),
-    "borders": Relation(topics=("borders",), queries=("{s} borders", "{s} shares borders"), vague=("next to",)),
-    "neighbour": Relation(topics=("borders",), queries=("{s} borders", "{s} shares borders"), vague=("next to",)),
-    "calling_code": Relation(topics=("calling_code",), queries=("{s} calling code",), vague=("phone prefix",)),
-    "capital_of": Relation(
-        topics=("capital",), queries=("{s} capital", "capital is {s}"), vague=("main city",), inverse=True
-    ),
-    "currency_of": Relation(
-        topics=("currency",), queries=("{s} currency", "currency called {s}"), vague=("money",), inverse=True
-    ),
-    "iso_of": Relation(
-        topics=("iso",), queries=("{s} ISO code", "ISO code {s}"), vague=("abbreviation",), inverse=True
-    ),
-    "alias": Relation(
-        topics=("official", "former", "local"), queries=("{s}", "{s} name"), vague=("country", "government")
-    ),
-    "country": Relation(
-        topics=("subdivision", "country"),
-        queries=("{s} country", "{s} city country"),
-        vague=("nation", "where"),
-        also=("capital_of",),
-    ),
-    "subdivision": Relation(
-        topics=("subdivision",), queries=("{s} region", "{s} city region country"), vague=("province",), group="s"
-    ),
-    "city_population": Relation(topics=("city_population",), queries=("{s} population",), vague=("people",)),
-    "latitude": Relation(topics=("coordinates",), queries=("{s} latitude", "{s} latitude longitude"), vague=("north",)),
-}
+def _relation(name: str, row: Mapping[str, list[str]]) -> Relation:
+    return Relation(
+        topics=tuple(row.get("topics", [name])),
+        queries=tuple(row["queries"]),
+        vague=tuple(row["vague"]),
+        inverse=name.endswith("_of"),
+        also=tuple(row.get("also", ())),
+        group=str(row.get("group", "o")),
+    )
+
+
+RELATIONS: Mapping[str, Relation] = {name: _relation(name, row) for name, row in WORDINGS["relations"].items()}
 
 
 def read(relation: str, line: str, subject: str, qualifier: str | None) -> str | None:
     """What `line` says about `relation` of `subject`, or of the relations that state the same."""
-    spec = RELATIONS[relation]
-    facts = (_read(name, line, subject, qualifier) for name in (relation, *spec.also))
+    facts = (_read(name, line, subject, qualifier) for name in (relation, *RELATIONS[relation].also))
     return next((fact for fact in facts if fact is not None), None)
 
 
@@ -82,23 +54,20 @@ def _read(relation: str, line: str, subject: str, qualifier: str | None) -> str 
     """
     spec = RELATIONS[relation]
     title, colon, text = line.partition(": ")
-    if not colon:
+    match = next((m for pattern in _patterns(relation) if (m := pattern.match(text))), None) if colon else None
+    if match is None:
         return None
-    for pattern in _patterns(relation):
-        match = pattern.match(text)
-        if match is None:
-            continue
-        fact = match.group(spec.group).removeprefix("the ")
-        if spec.inverse:
-            return title if fold(fact) == fold(subject) else None
-        wanted = {fold(subject)} if qualifier is None else {fold(subject), fold(f"{subject}, {qualifier}")}
-        return fact if fold(title) in wanted else None
-    return None
+    fact = match.group(spec.group).removeprefix("the ")
+    if spec.inverse:
+        return title if fold(fact) == fold(subject) else None
+    wanted = {fold(subject)} if qualifier is None else {fold(subject), fold(f"{subject}, {qualifier}")}
+    return fact if fold(title) in wanted else None
 
 
 @functools.cache
 def _patterns(relation: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(_invert(wording) for topic in RELATIONS[relation].topics for wording in TEMPLATES[topic])
+    topics = RELATIONS[relation].topics
+    return tuple(_invert(wording) for topic in topics for wording in WORDINGS["passages"][topic])
 
 
 def _invert(wording: str) -> re.Pattern[str]:

@@ -1,16 +1,16 @@
-"""What proves the questions right, and what a finished trajectory tells: entities, recovery, self-check."""
+"""What proves the questions right: their entities, and a check of drawn tasks against passages and facts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
-from upswing.envs.geo_search.corpus import World, build_world
+from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.expert import Plan, solve
 from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.names import fold
 from upswing.envs.geo_search.pools import KINDS, draws, lines
-from upswing.trajectory.types import Task, ToolRecord
+from upswing.trajectory.types import Task
 
 
 def entities_of(task: Task) -> frozenset[str]:
@@ -27,34 +27,13 @@ def split_of(world: World, entity: str) -> str:
     return world.facts.countries[key.partition(".")[0]].split
 
 
-def recovered(tool_records: Sequence[ToolRecord], task: Task, world: World | None = None) -> bool | None:
-    """Did the agent find everything after a search had missed?
-
-    True: some search brought nothing that was still needed, and later ones brought all that was. False: one missed
-    and something needed was never found. None: no search missed (or there was none). Pass `world` when the
-    environment's own isn't the default one.
-    """
-    by_line = (world or build_world()).by_line
-    pending = [set(ids) for ids in task.data.get("passages", ())]
-    missed = False
-    for record in tool_records:
-        if not record.ok or not pending:
-            continue
-        seen = {by_line[line] for line in record.result.split("\n") if line in by_line}
-        left = [ids for ids in pending if not ids & seen]
-        missed = missed or len(left) == len(pending)
-        pending = left
-    return not pending if missed else None
-
-
-def self_check(n: int, world: World | None = None, k: int = 1) -> list[str]:
+def self_check(world: World, n: int, k: int = 1) -> list[str]:
     """Draw `n` tasks of every kind and split; what is wrong with them, one line each (empty: all right).
 
     Checks that the gold passages exist, that the answer stands in the last one or follows from the facts, that good
     queries at `k` lead to it, and that every entity is of the task's split.
     """
-    world = world or build_world()
-    return [problem for task in _sample(world, n) for problem in _problems(world, task, k)]
+    return [problem for task in _sample(world, n) for problem in problems(world, task, k)]
 
 
 def _sample(world: World, n: int) -> Iterator[Task]:
@@ -63,7 +42,7 @@ def _sample(world: World, n: int) -> Iterator[Task]:
             yield from islice(draws(world, split, kind, seed=n), n)
 
 
-def _problems(world: World, task: Task, k: int) -> Iterator[str]:
+def problems(world: World, task: Task, k: int) -> Iterator[str]:
     where = f"{task.id} ({task.tags['kind']}) {task.messages[-1].content!r}"
     missing = [p for ids in task.data["passages"] for p in ids if p not in world.passages]
     if missing:
