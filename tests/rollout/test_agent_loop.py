@@ -244,3 +244,75 @@ async def test_a_score_that_is_not_a_number_is_no_score() -> None:
 
     score = (await play_one(rollouts(["done"], rubric=Nan()))).score
     assert score is not None and score.value is None and score.components == {"x": None, "y": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "Echo.step returned NoneType; return an Observation"),
+        (Observation(done=True, reward=None), "returned the reward None; it must be a number"),  # type: ignore[arg-type]
+        (Observation(done=True, reward="1"), "returned the reward '1'"),  # type: ignore[arg-type]
+        (Observation(done=True, answer=3), "returned the answer 3; it must be text"),  # type: ignore[arg-type]
+        (Observation(done=True, stop_reason=StopReason.ERROR), "the stop_reason 'error'; allowed: answered, env_done"),
+        (Observation(done=True, stop_reason=StopReason.CANCELLED), "the stop_reason 'cancelled'"),
+        (Observation(done=True, stop_reason="finished"), "the stop_reason 'finished'"),  # type: ignore[arg-type]
+        (Observation(messages=({"role": "tool"},)), "{'role': 'tool'} where a Message belongs"),  # type: ignore[arg-type]
+        (Observation(tool_records=("x",)), "'x' where a ToolRecord belongs"),  # type: ignore[arg-type]
+        (Observation(messages=(Message(role="toll", content="x"),)), "unknown message role 'toll'"),
+        (SystemExit(3), "Echo.step raised SystemExit: 3"),
+        (GeneratorExit(), "Echo.step raised GeneratorExit"),
+        (asyncio.CancelledError(), "it cancelled itself"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_what_an_environment_gives_back_wrongly_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, kind: str, returned: Any, words: str
+) -> None:
+    """Whatever it was, it is this trajectory's end, and never the end of the run or a score of 0."""
+
+    def step(self: Echo, message: AssistantMessage) -> Any:
+        if isinstance(returned, BaseException):
+            raise returned
+        return returned
+
+    async def async_step(self: Echo, message: AssistantMessage) -> Any:
+        return step(self, message)
+
+    step.__qualname__ = async_step.__qualname__ = "Echo.step"
+    monkeypatch.setattr(Echo, "step", async_step if kind == "async" else step)
+    trajectory = await asyncio.wait_for(play_one(rollouts(["one", "done"])), 5)
+    assert trajectory.outcome is Outcome.ERRORED and trajectory.score is None
+    assert words in (trajectory.error or "")
+    assert Echo.closed == ["closed"]
+
+
+@pytest.mark.parametrize(
+    ("observation", "outcome"),
+    [
+        (Observation(done=True, stop_reason="answered", answer="3"), Outcome.COMPLETED),  # type: ignore[arg-type]
+        (Observation(done=True, reward=np.float32(0.5)), Outcome.COMPLETED),  # type: ignore[arg-type]
+        (Observation(done=True, stop_reason=StopReason.MAX_TURNS), Outcome.TRUNCATED),
+    ],
+)
+async def test_how_an_environment_may_end(
+    monkeypatch: pytest.MonkeyPatch, observation: Observation, outcome: Outcome
+) -> None:
+    monkeypatch.setattr(Echo, "step", lambda self, message: observation)
+    trajectory = await play_one(rollouts(["done"]))
+    assert trajectory.outcome is outcome and type(trajectory.stop_reason) is StopReason
+    assert type(trajectory.state["env_reward"]) in (int, float)
+
+
+async def test_more_trajectories_than_threads_wait_without_using_up_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An environment is hung when its own call takes too long, not when it had to wait for other calls."""
+    monkeypatch.setattr("upswing.verify.deadline.MAX_PER_FUNCTION", 2)
+
+    def slow(self: Echo, message: AssistantMessage) -> Observation:
+        time.sleep(0.2)
+        return Observation(done=True, answer="3", stop_reason=StopReason.ANSWERED)
+
+    monkeypatch.setattr(Echo, "step", slow)
+    [group] = await rollouts(["done"] * 8).groups([TASK], size=8, sampling=Sampling(), seed=0)
+    assert [t.error for t in group.trajectories] == [None] * 8

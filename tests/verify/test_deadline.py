@@ -93,10 +93,33 @@ async def test_more_calls_than_slots_all_run(monkeypatch):
     assert results == list(range(40))
 
 
-async def test_a_function_that_cancels_itself_is_not_the_caller_being_cancelled():
-    async def cancel():
+async def test_waiting_for_a_thread_takes_nothing_off_a_calls_own_time(monkeypatch):
+    monkeypatch.setattr(deadline, "MAX_PER_FUNCTION", 2)
+
+    def slow():
+        time.sleep(0.1)
+
+    await asyncio.gather(*(call_with_deadline(slow, {}, 0.3) for _ in range(12)))
+
+
+async def test_async_calls_need_no_thread_and_are_not_bounded(monkeypatch):
+    monkeypatch.setattr(deadline, "MAX_PER_FUNCTION", 1)
+
+    async def slow():
+        await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(call_with_deadline(slow, {}, 0.3) for _ in range(50)))
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_a_function_that_cancels_itself_is_not_the_caller_being_cancelled(kind):
+    async def later():
         raise asyncio.CancelledError
 
+    def now():
+        raise asyncio.CancelledError
+
+    cancel = later if kind == "async" else now
     with pytest.raises(RuntimeError, match="cancelled itself"):
         await call_with_deadline(cancel, {}, 1)
 

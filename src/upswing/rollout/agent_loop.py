@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from upswing.engine.base import Engine, FinishReason, Sampling
 from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
@@ -23,11 +22,9 @@ from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.trajectory.conversation import Conversation
 from upswing.trajectory.render import ChatRenderer
-from upswing.trajectory.types import Outcome, StopReason, Task, ToolRecord, Trajectory
-from upswing.trajectory.validate import validate
+from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
+from upswing.trajectory.validate import STOP_REASONS, validate
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
-
-COMPLETED = {StopReason.ANSWERED, StopReason.ENV_DONE}
 
 
 class Speaker(Protocol):
@@ -89,30 +86,124 @@ class ExpertSpeaker:
         return None
 
 
-@dataclass(kw_only=True)
-class _Progress:
-    """What is known of a trajectory so far; enough to end it at any moment."""
+async def call_env(method: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+    """Call a plain or async environment method; plain ones run in a thread so that they never block the others.
 
+    Raises EnvironmentBroken when it takes longer than `timeout_s` or tries to end the process; whatever else it raises
+    is passed on.
+    """
+    try:
+        return await call_with_deadline(functools.partial(method, *args), {}, timeout_s)
+    except DeadlineExceeded as error:
+        raise EnvironmentBroken(f"{method.__qualname__} took longer than {timeout_s:g} s") from error
+    except (SystemExit, GeneratorExit) as error:
+        raise EnvironmentBroken(f"{method.__qualname__} raised {type(error).__name__}: {error}") from error
+
+
+@dataclass(kw_only=True)
+class _Play:
+    """One trajectory in play: what is known so far is enough to end it at any moment."""
+
+    task: Task
+    trajectory_id: str
+    speaker: Speaker
+    limits: Limits
+    seed: int
     conversation: Conversation | None = None
     records: list[ToolRecord] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     turns: int = 0
     answer: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
     env_s: float = 0.0
     engine_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
     stop_reason: StopReason | None = None
+    error: str | None = None
+
+    async def run(self, env: Environment, renderer: ChatRenderer, end_tokens: tuple[int, ...]) -> None:
+        """The loop itself: speak, step, append, until done."""
+        observation = await self._observe(env.reset, self.task, self.seed)
+        conversation = Conversation(renderer, observation.messages, observation.tools, end_tokens=end_tokens)
+        self.conversation = conversation
+        while self.stop_reason is None:
+            mark = time.perf_counter()
+            message = await self.speaker.speak(conversation, self.turns)
+            self.engine_s += time.perf_counter() - mark
+            if message is None and self.turns == 0:
+                raise ValueError(
+                    f"the task's prompt has {conversation.num_tokens} tokens, limits.context_tokens is "
+                    f"{self.limits.context_tokens}; raise it, or leave the task out"
+                )
+            if message is None:
+                self.stop_reason = StopReason.CONTEXT_OVERFLOW
+                return
+            self.turns += 1
+            observation = await self._observe(env.step, message)
+            self.records.extend(observation.tool_records)
+            self.turn_rewards.append(float(observation.reward))
+            if observation.done:
+                self.answer = observation.answer
+                self.stop_reason = StopReason(observation.stop_reason or StopReason.ENV_DONE)
+            elif not message.finished:
+                self.stop_reason = StopReason.MAX_TOKENS
+            else:
+                conversation.add_messages(observation.messages)
+
+    async def _observe(self, method: Callable[..., Any], *args: Any) -> Observation:
+        """Call `reset` or `step`. Raises EnvironmentBroken for what can't become part of a trajectory."""
+        mark = time.perf_counter()
+        seen = await call_env(method, *args, timeout_s=self.limits.env_timeout_s)
+        self.env_s += time.perf_counter() - mark
+        problem = _problem_of(seen)
+        if problem:
+            raise EnvironmentBroken(f"{method.__qualname__} returned {problem}")
+        return cast(Observation, seen)
+
+    def fail(self, error: str) -> None:
+        self.stop_reason, self.error = StopReason.ERROR, error
+
+    def trajectory(self) -> Trajectory:
+        reason, conversation = self.stop_reason or StopReason.ERROR, self.conversation
+        return Trajectory(
+            id=self.trajectory_id,
+            task=self.task,
+            branches=conversation.branches() if conversation else (),
+            messages=conversation.messages if conversation else self.task.messages,
+            outcome=next(outcome for outcome, reasons in STOP_REASONS.items() if reason in reasons),
+            stop_reason=reason,
+            answer=self.answer,
+            tool_records=tuple(self.records),
+            num_turns=self.turns,
+            error=self.error,
+            state={**self.state, "env_reward": sum(self.turn_rewards), "turn_rewards": self.turn_rewards},
+            drift=conversation.drift if conversation else (),
+            source=self.speaker.source,
+            seed=self.seed,
+            timing={
+                "engine_s": self.engine_s,
+                "env_s": self.env_s,
+                "total_s": time.perf_counter() - self.started,
+            },
+        )
 
 
-async def call_env(method: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-    """Call a plain or async environment method; plain ones run in a thread so that they never block the others.
-
-    Raises EnvironmentBroken when it takes longer than `timeout_s`; whatever else it raises is passed on.
-    """
-    try:
-        result = await call_with_deadline(functools.partial(method, *args), {}, timeout_s)
-        return await asyncio.wait_for(result, timeout_s) if inspect.isawaitable(result) else result
-    except (DeadlineExceeded, TimeoutError) as error:
-        raise EnvironmentBroken(f"{method.__qualname__} took longer than {timeout_s:g} s") from error
+def _problem_of(seen: Any) -> str | None:
+    """What is wrong with what an environment returned, as `<got>; <what to do>`; None when it can be used."""
+    if not isinstance(seen, Observation):
+        return f"{type(seen).__name__}; return an Observation"
+    if not isinstance(seen.reward, int | float) and not hasattr(seen.reward, "__float__"):
+        return f"the reward {seen.reward!r}; it must be a number"
+    if not isinstance(seen.answer, str | None):
+        return f"the answer {seen.answer!r}; it must be text or None"
+    endings = [reason for reason in StopReason if reason not in (StopReason.ERROR, StopReason.CANCELLED)]
+    if seen.done and seen.stop_reason is not None and seen.stop_reason not in endings:
+        return f"the stop_reason {str(seen.stop_reason)!r}; allowed: {', '.join(endings)} (raise to say that it broke)"
+    for kind, items in ((Message, seen.messages), (ToolRecord, seen.tool_records)):
+        wrong = next((item for item in items if not isinstance(item, kind)), None)
+        if wrong is not None:
+            return f"{wrong!r:.80} where a {kind.__name__} belongs"
+    return None
 
 
 async def play(
@@ -127,122 +218,28 @@ async def play(
     seed: int,
 ) -> Trajectory:
     """Play one task to its end -> an unscored, validated Trajectory; a broken environment or engine never raises."""
-    progress = _Progress()
-    started = time.perf_counter()
-    error: str | None = None
-    state: dict[str, Any] = {}
+    game = _Play(task=task, trajectory_id=trajectory_id, speaker=speaker, limits=limits, seed=seed)
     env: Environment | None = None
     deadline = asyncio.timeout(limits.rollout_timeout_s)
     try:
         env = make_env()
         async with deadline:
-            await _turns(task, env, speaker, renderer, end_tokens, limits, seed, progress)
-        state = dict(env.state())
+            await game.run(env, renderer, end_tokens)
+        game.state = dict(env.state())
     except Exception as problem:
         # Only the rollout's own deadline truncates, and only what had begun; any other timeout is somebody's fault.
-        if isinstance(problem, TimeoutError) and deadline.expired() and progress.turns:
-            progress.stop_reason = StopReason.TIMEOUT
+        if isinstance(problem, TimeoutError) and deadline.expired() and game.turns:
+            game.stop_reason = StopReason.TIMEOUT
         else:
-            progress.stop_reason, error = StopReason.ERROR, f"{type(problem).__name__}: {problem}"
+            game.fail(f"{type(problem).__name__}: {problem}")
     finally:
         speaker.release()
-        close_error = await _close(env, limits) if env is not None else None
-    if close_error and error is None:
-        progress.stop_reason, error = StopReason.ERROR, close_error
-    trajectory = _trajectory(task, trajectory_id, progress, speaker.source, error, state, seed, started)
+        if env is not None:
+            try:
+                await call_env(env.close, timeout_s=limits.env_timeout_s)
+            except Exception as problem:
+                if game.error is None:
+                    game.fail(f"{type(problem).__name__} in close: {problem}")
+    trajectory = game.trajectory()
     validate(trajectory)
     return trajectory
-
-
-async def _turns(
-    task: Task,
-    env: Environment,
-    speaker: Speaker,
-    renderer: ChatRenderer,
-    end_tokens: tuple[int, ...],
-    limits: Limits,
-    seed: int,
-    progress: _Progress,
-) -> None:
-    """The loop itself: speak, step, append, until done."""
-    mark = time.perf_counter()
-    observation: Observation = await call_env(env.reset, task, seed, timeout_s=limits.env_timeout_s)
-    progress.env_s += time.perf_counter() - mark
-    conversation = Conversation(renderer, observation.messages, observation.tools, end_tokens=end_tokens)
-    progress.conversation = conversation
-    while progress.stop_reason is None:
-        mark = time.perf_counter()
-        message = await speaker.speak(conversation, progress.turns)
-        progress.engine_s += time.perf_counter() - mark
-        if message is None and progress.turns == 0:
-            raise ValueError(
-                f"the task's prompt has {conversation.num_tokens} tokens, limits.context_tokens is "
-                f"{limits.context_tokens}; raise it, or leave the task out"
-            )
-        if message is None:
-            progress.stop_reason = StopReason.CONTEXT_OVERFLOW
-            return
-        progress.turns += 1
-        mark = time.perf_counter()
-        observation = await call_env(env.step, message, timeout_s=limits.env_timeout_s)
-        progress.env_s += time.perf_counter() - mark
-        progress.records.extend(observation.tool_records)
-        progress.turn_rewards.append(observation.reward)
-        if observation.done:
-            progress.answer = observation.answer
-            progress.stop_reason = observation.stop_reason or StopReason.ENV_DONE
-        elif not message.finished:
-            progress.stop_reason = StopReason.MAX_TOKENS
-        else:
-            conversation.add_messages(observation.messages)
-
-
-async def _close(env: Environment, limits: Limits) -> str | None:
-    try:
-        await call_env(env.close, timeout_s=limits.env_timeout_s)
-    except Exception as problem:
-        return f"{type(problem).__name__} in close: {problem}"
-    return None
-
-
-def _outcome(reason: StopReason) -> Outcome:
-    if reason is StopReason.ERROR:
-        return Outcome.ERRORED
-    if reason is StopReason.CANCELLED:
-        return Outcome.CANCELLED
-    return Outcome.COMPLETED if reason in COMPLETED else Outcome.TRUNCATED
-
-
-def _trajectory(
-    task: Task,
-    trajectory_id: str,
-    progress: _Progress,
-    source: str,
-    error: str | None,
-    state: dict[str, Any],
-    seed: int,
-    started: float,
-) -> Trajectory:
-    conversation = progress.conversation
-    reason = progress.stop_reason or StopReason.ERROR
-    return Trajectory(
-        id=trajectory_id,
-        task=task,
-        branches=conversation.branches() if conversation else (),
-        messages=conversation.messages if conversation else task.messages,
-        outcome=_outcome(reason),
-        stop_reason=reason,
-        answer=progress.answer,
-        tool_records=tuple(progress.records),
-        num_turns=progress.turns,
-        error=error,
-        state={**state, "env_reward": sum(progress.turn_rewards), "turn_rewards": progress.turn_rewards},
-        drift=conversation.drift if conversation else (),
-        source=source,
-        seed=seed,
-        timing={
-            "engine_s": progress.engine_s,
-            "env_s": progress.env_s,
-            "total_s": time.perf_counter() - started,
-        },
-    )

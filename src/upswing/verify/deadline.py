@@ -2,7 +2,8 @@
 
 A plain function runs in a daemon thread, so it never blocks the event loop. On a timeout the thread is asked to stop
 (an exception is raised in it, which ends a Python loop); one that sleeps in C can't be ended, so the number of threads
-of one function is bounded instead: further calls wait for a free one, inside their own deadline.
+of one function is bounded instead. Further calls wait for a free one, which takes nothing off their own time; only
+when none comes free for as long as a call may take are they given up.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-MAX_PER_FUNCTION = 32
-"""Calls of one function that may be running or stuck at the same time."""
+MAX_PER_FUNCTION = 128
+"""Threads of one function that may be running or stuck at the same time."""
 GRACE_S = 0.05
 """How long a cancelled coroutine gets to end by itself."""
+
+_Result = tuple[Any, BaseException | None]
+"""(what was returned, what was raised)."""
 
 
 class DeadlineExceeded(Exception):
@@ -31,22 +35,34 @@ class _Stop(BaseException):
 
 
 class _Slots:
-    """How many calls of one function are running or stuck; shared by every event loop, hence the lock."""
+    """How many threads of one function are running or stuck; shared by every event loop, hence the lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._used = 0
-
-    def take(self) -> bool:
-        with self._lock:
-            if self._used >= MAX_PER_FUNCTION:
-                return False
-            self._used += 1
-            return True
+        self._taken = self._freed = 0
 
     def free(self) -> None:
         with self._lock:
-            self._used -= 1
+            self._freed += 1
+
+    def _take(self) -> int | None:
+        """None when a slot was free, else how many have been freed so far."""
+        with self._lock:
+            if self._taken - self._freed >= MAX_PER_FUNCTION:
+                return self._freed
+            self._taken += 1
+            return None
+
+    async def take(self, timeout_s: float) -> None:
+        """Wait for a slot. Raises DeadlineExceeded when none comes free for `timeout_s` seconds."""
+        loop = asyncio.get_running_loop()
+        seen, since = -1, 0.0
+        while (freed := self._take()) is not None:
+            if freed != seen:
+                seen, since = freed, loop.time()
+            elif loop.time() - since >= timeout_s:
+                raise DeadlineExceeded(f"{MAX_PER_FUNCTION} earlier calls are still running")
+            await asyncio.sleep(min(0.01, timeout_s / 10))
 
 
 _slots: dict[str, _Slots] = {}
@@ -71,28 +87,27 @@ def is_async(function: Callable[..., Any]) -> bool:
 async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float) -> Any:
     """`function(**kwargs)`, awaited when async.
 
-    Raises DeadlineExceeded after `timeout_s` seconds, and whatever the function raises. Cancelling the caller stops
-    the call too and is never swallowed.
+    Raises DeadlineExceeded after `timeout_s` seconds, whatever the function raises, and RuntimeError when it cancels
+    itself. Cancelling the caller stops the call too and is never swallowed.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    slots = _slots_of(function)
-    while not slots.take():
-        if loop.time() >= deadline:
-            raise DeadlineExceeded(f"{MAX_PER_FUNCTION} earlier calls are still running")
-        await asyncio.sleep(min(0.01, timeout_s / 10))
-    left_s = max(deadline - loop.time(), 0.0)
     if is_async(function):
-        try:
-            coroutine = function(**kwargs)
-        except BaseException:
-            slots.free()
-            raise
-        return await _run_coroutine(coroutine, left_s, slots)
-    result = await _run_thread(function, kwargs, left_s, slots)
+        return await _run_coroutine(function(**kwargs), timeout_s)
+    slots = _slots_of(function)
+    await slots.take(timeout_s)
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    result = await _run_thread(function, kwargs, timeout_s, slots)
     if inspect.iscoroutine(result):  # a plain function that hands back a coroutine, such as a lambda around one
-        return await _run_coroutine(result, max(deadline - loop.time(), 0.0), None)
+        return await _run_coroutine(result, max(deadline - asyncio.get_running_loop().time(), 0.0))
     return result
+
+
+def _unwrap(result: _Result) -> Any:
+    value, error = result
+    if isinstance(error, asyncio.CancelledError):  # raised on, it would look like the caller being cancelled
+        raise RuntimeError("it cancelled itself") from error
+    if error is not None:
+        raise error
+    return value
 
 
 class _Driven:
@@ -103,7 +118,7 @@ class _Driven:
         self.leave = False
         """From now on, a cancellation closes the coroutine instead of being offered to it."""
 
-    def __await__(self) -> Generator[Any, Any, tuple[Any, BaseException | None]]:
+    def __await__(self) -> Generator[Any, Any, _Result]:
         inner = self._coroutine.__await__()
         error: BaseException | None = None
         while True:
@@ -124,15 +139,13 @@ class _Driven:
                 error = thrown
 
 
-async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float, slots: _Slots | None) -> Any:
+async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     driven = _Driven(coroutine)
 
-    async def drive() -> tuple[Any, BaseException | None]:
+    async def drive() -> _Result:
         return await driven
 
     def ended(done: asyncio.Task[Any]) -> None:
-        if slots is not None:
-            slots.free()
         if not done.cancelled():
             done.exception()  # retrieved, so that asyncio doesn't log what we report ourselves
 
@@ -140,18 +153,12 @@ async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float, 
     task.add_done_callback(ended)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
-    except asyncio.CancelledError:
+        if not done:
+            raise DeadlineExceeded("it did not return")
+    except BaseException:
         _end(task, driven)
         raise
-    if not done:
-        _end(task, driven)
-        raise DeadlineExceeded("it did not return")
-    if task.cancelled():
-        raise RuntimeError("it cancelled itself")
-    value, error = task.result()
-    if error is not None:
-        raise error
-    return value
+    return _unwrap((None, asyncio.CancelledError()) if task.cancelled() else task.result())
 
 
 def _end(task: asyncio.Task[Any], driven: _Driven) -> None:
@@ -166,62 +173,45 @@ def _end(task: asyncio.Task[Any], driven: _Driven) -> None:
     asyncio.get_running_loop().call_later(GRACE_S, leave)
 
 
-class _ThreadCall:
-    """One call in its own thread; `stop` ends it only while the function itself runs."""
+async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, slots: _Slots) -> Any:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Result] = loop.create_future()
+    context, lock, running = contextvars.copy_context(), threading.Lock(), True
 
-    def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any], slots: _Slots) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[tuple[Any, BaseException | None]] = self.loop.create_future()
-        self._function, self._kwargs, self._slots = function, kwargs, slots
-        self._context = contextvars.copy_context()
-        self._lock = threading.Lock()
-        self._returned = False
-        name = f"upswing-{getattr(function, '__name__', 'call')}"
-        self._thread = threading.Thread(target=self._work, daemon=True, name=name)
-        self._thread.start()
-
-    def stop(self) -> None:
-        with self._lock:
-            if not self._returned and self._thread.ident is not None:
-                ident = ctypes.c_ulong(self._thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Stop))
-
-    def _work(self) -> None:
+    def call() -> _Result:
+        nonlocal running
         try:
-            value, error = self._call()
-        except _Stop:  # raised just as the function returned
-            return
-        finally:
-            self._slots.free()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self._deliver, value, error)
-
-    def _call(self) -> tuple[Any, BaseException | None]:
-        try:
-            return self._context.run(self._function, **self._kwargs), None
+            return context.run(function, **kwargs), None
         except BaseException as error:
             return None, error
         finally:
-            with self._lock:
-                self._returned = True
+            with lock:
+                running = False
 
-    def _deliver(self, value: Any, error: BaseException | None) -> None:
-        if not self.future.done():
-            self.future.set_result((value, error))
+    def deliver(result: _Result) -> None:
+        if not future.done():
+            future.set_result(result)
 
+    def work() -> None:
+        try:
+            result = call()
+        except _Stop:  # raised just as the function returned
+            return
+        finally:
+            slots.free()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result)
 
-async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, slots: _Slots) -> Any:
-    call = _ThreadCall(function, kwargs, slots)
+    thread = threading.Thread(target=work, daemon=True, name=f"upswing-{getattr(function, '__name__', 'call')}")
+    thread.start()
     try:
-        done, _ = await asyncio.wait({call.future}, timeout=timeout_s)
-    except asyncio.CancelledError:
-        call.stop()
+        done, _ = await asyncio.wait({future}, timeout=timeout_s)
+        if not done:
+            raise DeadlineExceeded("it did not return")
+    except BaseException:
+        future.cancel()
+        with lock:  # never once the function has returned: the exception would hit whatever comes next
+            if running and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
         raise
-    if not done:
-        call.future.cancel()
-        call.stop()
-        raise DeadlineExceeded("it did not return")
-    value, error = call.future.result()
-    if error is not None:
-        raise error
-    return value
+    return _unwrap(future.result())
