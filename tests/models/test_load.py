@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
 from upswing.errors import ConfigError, ModelNotFound
@@ -95,14 +96,45 @@ def test_checking_a_name_fetches_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         resolve_model("smollm", download=False)
 
 
-def test_broken_folders(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="no usable tokenizer"):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", None, "no usable tokenizer"),
+        ("tokenizer.json", b"{}", "no usable tokenizer"),
+        ("model.safetensors", None, "can't load"),
+        ("model.safetensors", b"cut off", "can't load"),
+        ("config.json", b'{"model_type": "nope"}', "can't load"),
+    ],
+)
+def test_broken_folders(folder: Path, file: str, content: bytes | None, message: str) -> None:
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
         load_model(str(folder))
-    tiny_tokenizer().save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="can't load"):
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("shape", "message"), [(None, "no weights for 'model.norm.weight'"), ([3], "can't load")])
+def test_weights_that_are_missing_or_of_another_shape(folder: Path, shape: list[int] | None, message: str) -> None:
+    """Transformers would go on with random numbers in place of a missing one."""
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    if shape:
+        weights["model.norm.weight"] = torch.ones(shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
         load_model(str(folder))
+
+
+def test_an_interrupted_download_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    tiny_model().save_pretrained(snapshot, max_shard_size="200KB")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    assert resolve_model("owner/name") == snapshot
+    max(snapshot.glob("*.safetensors")).unlink()
+    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE"):
+        resolve_model("owner/name")
 
 
 def test_sliding_windows_are_refused(folder: Path) -> None:
@@ -149,7 +181,7 @@ def permuted(weight: torch.Tensor, heads: int) -> np.ndarray:
     return weight.view(heads, 2, half, -1).transpose(1, 2).reshape(weight.shape).numpy()
 
 
-def write_gguf(path: Path, architecture: str = "llama", skip: str = "") -> None:
+def write_gguf(path: Path, architecture: str = "llama", skip: str = "", extra: str = "") -> None:
     """The tiny model as a GGUF file with float32 tensors."""
     model, tokenizer = tiny_model(), tiny_tokenizer()
     config = model.config
@@ -183,6 +215,8 @@ def write_gguf(path: Path, architecture: str = "llama", skip: str = "") -> None:
         value = parameter.detach()
         if stored != skip:
             writer.add_tensor(stored, permuted(value, which) if which else value.numpy())
+    if extra:
+        writer.add_tensor(extra, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -214,6 +248,14 @@ def test_gguf_refusals(tmp_path: Path) -> None:
     write_gguf(tmp_path / "b.gguf", skip="blk.1.attn_v.weight")
     with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.v_proj.weight' is missing"):
         load_model(str(tmp_path / "b.gguf"))
+    write_gguf(tmp_path / "c.gguf", extra="rope_freqs.weight")
+    with pytest.raises(ConfigError, match=r"'rope_freqs.weight' is not supported"):
+        load_model(str(tmp_path / "c.gguf"))
+    whole = (tmp_path / "b.gguf").read_bytes()
+    for content in (b"", b"not a model at all" * 9, whole[:3000], whole[:-9000]):
+        (tmp_path / "d.gguf").write_bytes(content)
+        with pytest.raises(ConfigError, match="not a readable GGUF file"):
+            load_model(str(tmp_path / "d.gguf"))
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 

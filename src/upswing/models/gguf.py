@@ -34,11 +34,15 @@ _MODERN_RULE = (
 def convert_gguf(path: Path, target: Path) -> None:
     """Write the model at `path` to folder `target` (safetensors, config, generation config, tokenizer).
 
-    Raises ConfigError for an architecture outside the Llama and Qwen families or a tensor that isn't there.
+    Raises ConfigError for a file that can't be read, an architecture outside the Llama and Qwen families, and tensors
+    that aren't there or have no place in the model.
     """
     from gguf import GGUFReader  # builds large tables on import; only conversions need it
 
-    reader = GGUFReader(str(path))
+    try:
+        reader = GGUFReader(str(path))
+    except Exception as error:  # numpy's complaints about garbage and about files that end too early
+        raise ConfigError(f"{path} is not a readable GGUF file: {error}; is it complete?") from error
     architecture = _field(reader, "general.architecture")
     if architecture not in _ARCHITECTURES:
         allowed = ", ".join(_ARCHITECTURES)
@@ -69,8 +73,11 @@ def _fill(path: Path, model: PreTrainedModel, architecture: str, tensors: Mappin
 
     config = model.config
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    unused = set(tensors)
     for name, parameter in model.named_parameters():  # a tied output matrix is listed once, as the embedding
-        found = tensors.get(names.get_name(name, (".weight", ".bias")) or "")
+        stored = names.get_name(name, (".weight", ".bias")) or ""
+        unused.discard(stored)
+        found = tensors.get(stored)
         if found is None:
             raise ConfigError(f"{path}: the tensor for '{name}' is missing; is the file complete?")
         value = torch.from_numpy(dequantize(found.data, found.tensor_type).copy())
@@ -78,6 +85,8 @@ def _fill(path: Path, model: PreTrainedModel, architecture: str, tensors: Mappin
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             value = _unpermute(value, heads)
         parameter.copy_(value.reshape(parameter.shape))
+    if unused:  # such as the rope_freqs of Llama 3.1 and later, without which long contexts are silently wrong
+        raise ConfigError(f"{path}: tensor '{min(unused)}' is not supported; use the model's Hugging Face folder")
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:

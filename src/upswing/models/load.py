@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -60,15 +61,20 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
     if spec == TINY:
         return LoadedModel(tiny_model(dtype), tiny_tokenizer(), Path(TINY), spec)
     path = resolve_model(spec)
-    try:
+    factory: Any = AutoModelForCausalLM
+    try:  # broken files raise many kinds: transformers', tokenizers' and safetensors' own, KeyError, RuntimeError
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {_first_line(error)}") from error
     try:
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
-    except (OSError, ValueError) as error:
+            model, report = factory.from_pretrained(
+                path, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+            )
+    except Exception as error:
         raise ConfigError(f"model '{spec}': can't load {path}: {_first_line(error)}") from error
+    if report["missing_keys"]:  # transformers fills them with random numbers
+        raise ConfigError(f"model '{spec}': {path} has no weights for '{sorted(report['missing_keys'])[0]}'")
     _check_supported(model, spec)
     # Rows are never padded here, and a padding id (often the end token's) would cut that embedding off from gradients.
     embeddings = model.get_input_embeddings()
@@ -174,7 +180,9 @@ def _from_hub(hub_id: str, download: bool) -> Path:
 
     try:
         found = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=_HUB_FILES))
-        if list(found.glob("*.safetensors")):
+        index = found / "model.safetensors.index.json"  # an interrupted download may have left some of the shards
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+        if list(found.glob("*.safetensors")) and all((found / shard).is_file() for shard in shards):
             return _checked_folder(found, hub_id)
     except Exception as error:
         logger.debug("%s is not in the local hub cache: %s", hub_id, error)
@@ -208,13 +216,8 @@ def _checked_folder(folder: Path, spec: str) -> Path:
 def _not_found(spec: str) -> str:
     """One line: what was looked for, what is allowed, and the nearest alias or folder."""
     path = Path(spec).expanduser()
-    siblings: list[str] = []
-    if path.parent.is_dir():
-        siblings = [
-            child.name
-            for child in path.parent.iterdir()
-            if child.suffix == ".gguf" or (child / "config.json").is_file()
-        ]
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    siblings = [child.name for child in beside if child.suffix == ".gguf" or (child / "config.json").is_file()]
     hint = did_you_mean(spec, ALIASES) or did_you_mean(path.name, siblings)
     allowed = f"a folder with config.json, a .gguf file, a hub id (owner/name), {', '.join(ALIASES)}"
     return f"no model '{spec}' (looked for {path.absolute()}); allowed: {allowed}{hint}"

