@@ -27,7 +27,7 @@ from upswing.learn.modes import mode
 from upswing.learn.options import RLOptions
 from upswing.learn.packing import Pack, pack
 from upswing.learn.reference import Reference
-from upswing.learn.rows import FlatBatch, TrainRow, flatten, spread
+from upswing.learn.rows import FlatBatch, TrainRow, at_loss, flatten, spread
 from upswing.learn.trainer import Trainer
 
 
@@ -83,43 +83,58 @@ class Learner(Trainer):
             self.step(packs, objective, tally)
         return update_metrics(tally)
 
-    def rl_update(self, rows: Sequence[TrainRow], options: RLOptions | None = None, **overrides: Any) -> UpdateMetrics:
+    def rl_update(
+        self,
+        rows: Sequence[TrainRow],
+        options: RLOptions | None = None,
+        *,
+        old: Sequence[np.ndarray] | None = None,
+        **overrides: Any,
+    ) -> UpdateMetrics:
         """`updates_per_batch` passes of `minibatches` optimizer steps on the clipped policy gradient.
 
         Options come as an `RLOptions` or as its fields. Advantages are the rows', computed over whole groups before;
         how rows are cut into minibatches or packs doesn't change them. With a single step, old_logprobs are the
-        policy's own, detached (ratio 1, no second forward); otherwise they come from a forward before the first step.
+        policy's own, detached (ratio 1, no second forward); otherwise they come from a forward before the first step,
+        or are `old`, what `logprobs` gave for the rows under the current weights at this temperature.
 
-        Rows whose advantage is exactly 0 at every loss token are left out when there is no KL or entropy term: their
+        Rows whose advantage is exactly 0 at every loss token are left out when nothing else is in the loss: their
         gradient is exactly zero. They still count in every denominator, but not in the metrics over computed tokens.
+
+        Raises ConfigError for a KL without a reference, ValueError for rows that lack what the options read.
         """
         options = _options(options, overrides)
         if options.kl_coef > 0 and self.reference is None:
             raise ConfigError(f"kl_coef is {options.kl_coef} but the learner has no reference model; give it ref_model")
         with self.update() as tally:
             flat = flatten(rows)
+            _check_rows(flat, options)
             _count_batch(tally, rows, flat)
             tally.counts["rows_skipped"] = len(rows) - len(_active_rows(flat, everything=options.regularised))
-            old = self._old_logprobs(rows, options)
+            old = self._old_logprobs(rows, options, old)
             chosen_N = _select(flat, rows, old, options, self._rng)
             order = [part for _ in range(options.updates_per_batch) for part in self._minibatches(rows, options)]
             for number, chosen in enumerate(order):
                 part = [rows[i] for i in chosen]
                 part_old = None if old is None else [old[i] for i in chosen]
+                # Both are in row order.
+                part_chosen_N = None if chosen_N is None else chosen_N[torch.isin(flat.row_N, torch.tensor(chosen))]
                 before = tally.mean("kl_old")
-                self._rl_step(part, part_old, _selected(flat, chosen_N, chosen), options, tally)
+                self._rl_step(part, part_old, part_chosen_N, options, tally)
                 moved = (tally.mean("kl_old") - before).value
                 if options.kl_stop is not None and moved > options.kl_stop:
                     tally.counts["steps_stopped"] = len(order) - number - 1
                     break
         return update_metrics(tally)
 
-    def _old_logprobs(self, rows: Sequence[TrainRow], options: RLOptions) -> Sequence[np.ndarray] | None:
+    def _old_logprobs(
+        self, rows: Sequence[TrainRow], options: RLOptions, known: Sequence[np.ndarray] | None
+    ) -> Sequence[np.ndarray] | None:
         """Per row [T]; None: the policy's own of the only step. Raises ValueError when the engine's are missing."""
         if options.on_policy:
             return None
         if options.old_logprobs == "recompute":
-            return self.logprobs(rows, options.temperature)
+            return self.logprobs(rows, options.temperature) if known is None else known
         found = [row.engine_logprobs for row in rows]
         for index, (row, values) in enumerate(zip(rows, found, strict=True)):
             if values is None or not np.isfinite(values[row.loss_positions]).all():
@@ -139,13 +154,13 @@ class Learner(Trainer):
         weights_N = token_weights(flat.sequence_N, mode=options.aggregation, norm_length=options.norm_length)
         active = _active_rows(flat, everything=options.regularised)
         packs = pack(rows, self.max_tokens_per_pack, include=active)
-        old_N = None if old is None else _gather(rows, old, flat)
-        num_preserved = int((flat.advantages_N >= 0).sum())
+        old_N = None if old is None else torch.from_numpy(at_loss(rows, old)).to(self.device)
+        num_preserved, answer_N = int((flat.advantages_N >= 0).sum()), _answers(flat)
 
         def objective(one: Pack) -> torch.Tensor:
             policy_M, entropy_M, hidden_MH = self.forward(one, options.temperature, tally)
-            part = flat.at(one.slot_M.to(self.device))
-            old_M = policy_M.detach() if old_N is None else old_N[one.slot_M.to(self.device)]
+            slot_M = one.slot_M.to(self.device)
+            part, old_M = flat.at(slot_M), policy_M.detach() if old_N is None else old_N[slot_M]
             chosen_M = None if selected_N is None else selected_N[one.slot_M].to(self.device)
             terms = policy_loss(policy_M, old_M, part, chosen_M, options)
             loss_M = terms.loss_N * _sample_weights(policy_M, old_M, part, options, tally)
@@ -156,9 +171,21 @@ class Learner(Trainer):
                 tally.add("kl", kl_k3(policy_M.detach(), ref_M))
             if options.entropy_coef:
                 loss_M = loss_M - options.entropy_coef * entropy_M
-            total = (weights_N[one.slot_M.to(self.device)] * loss_M).sum()
+            total = (weights_N[slot_M] * loss_M).sum()
             if options.llds_coef:
-                total = total + options.llds_coef * _llds(policy_M, old_M, part, num_preserved, options, tally)
+                penalty_M = llds(
+                    policy_M,
+                    old_M,
+                    part.advantages_N,
+                    part.row_N,
+                    part.turn_N,
+                    num_preserved=num_preserved,
+                    gate=options.llds_gate,
+                    answer_N=answer_N[slot_M],
+                    answer_weight=options.llds_answer_weight,
+                )
+                tally.add("llds", penalty_M.detach() * num_preserved)
+                total = total + options.llds_coef * penalty_M.sum()
             if options.value_coef:
                 value_M, _ = value_loss(
                     self._head_values(hidden_MH), part.returns_N, part.old_values_N, clip=options.value_clip
@@ -182,9 +209,8 @@ class Learner(Trainer):
 
     def sft_loss(self, rows: Sequence[TrainRow]) -> float:
         """Mean negative log-likelihood of the loss tokens, in evaluation mode; NaN when there are none."""
-        values = [row_logprobs[row.loss_positions] for row, row_logprobs in zip(rows, self.logprobs(rows), strict=True)]
-        flat = np.concatenate([*values, np.zeros(0, np.float32)])
-        return float(-flat.mean(dtype=np.float64)) if len(flat) else math.nan
+        found_N = at_loss(rows, self.logprobs(rows))
+        return float(-found_N.mean(dtype=np.float64)) if len(found_N) else math.nan
 
     def logprobs(
         self, rows: Sequence[TrainRow], temperature: float = 1.0, *, reference: bool = False
@@ -265,10 +291,22 @@ def _active_rows(flat: FlatBatch, *, everything: bool) -> list[int]:
     return [int(row) for row in torch.unique(flat.row_N[moves_N])]
 
 
-def _gather(rows: Sequence[TrainRow], values: Sequence[np.ndarray], flat: FlatBatch) -> torch.Tensor:
-    """Per-row [T] arrays at the loss tokens, float32 [N]."""
-    found = [value[row.loss_positions] for row, value in zip(rows, values, strict=True)]
-    return torch.from_numpy(np.concatenate([*found, np.zeros(0, np.float32)])).to(flat.row_N.device)
+def _check_rows(flat: FlatBatch, options: RLOptions) -> None:
+    """Raises ValueError for what would otherwise do nothing, or make the gradient NaN."""
+    engine_N = flat.engine_logprobs_N
+    if (options.correction or options.opsm_delta) and len(engine_N) and not torch.isfinite(engine_N).any():
+        raise ValueError("correction and opsm_delta need the rows' engine_logprobs, but no loss token has one")
+    if options.value_coef:
+        known_N = torch.isfinite(flat.returns_N + (0.0 if options.value_clip is None else flat.old_values_N))
+        if not known_N.all():
+            row = int(flat.row_N[~known_N][0])
+            raise ValueError(f"row {row} has loss tokens without returns (or old_values, for value_clip)")
+
+
+def _answers(flat: FlatBatch) -> torch.Tensor:
+    """bool [N]: the tokens of each trajectory's last turn."""
+    ids, index_N = torch.unique(flat.sequence_N, return_inverse=True)
+    return flat.turn_N == flat.turn_N.new_zeros(len(ids)).scatter_reduce(0, index_N, flat.turn_N, "amax")[index_N]
 
 
 def policy_loss(
@@ -296,14 +334,7 @@ def _select(
     args: dict[str, Any] = {} if options.cov_fraction is None else {"fraction": options.cov_fraction}
     if "generator" in options.spec.select_options:
         args["generator"] = torch.Generator().manual_seed(int(rng.integers(2**62)))
-    return options.spec.select(_gather(rows, old, flat), flat.advantages_N, **args)
-
-
-def _selected(flat: FlatBatch, selected_N: torch.Tensor | None, chosen: Sequence[int]) -> torch.Tensor | None:
-    """A minibatch's part of `selected_N`, in its own row order."""
-    if selected_N is None:
-        return None
-    return torch.cat([selected_N[flat.row_N == row] for row in chosen])
+    return options.spec.select(torch.from_numpy(at_loss(rows, old)), flat.advantages_N, **args)
 
 
 def _sample_weights(
@@ -327,26 +358,6 @@ def _sample_weights(
         tally.add("kept", kept_M)
         weights_M = weights_M * kept_M
     return weights_M
-
-
-def _llds(
-    policy_M: torch.Tensor, old_M: torch.Tensor, part: FlatBatch, num_preserved: int, options: RLOptions, tally: Tally
-) -> torch.Tensor:
-    last_M = torch.zeros(int(part.row_N.max()) + 1, dtype=torch.long, device=policy_M.device)
-    last_M = last_M.scatter_reduce(0, part.row_N, part.turn_N, "amax", include_self=False)
-    terms_M = llds(
-        policy_M,
-        old_M,
-        part.advantages_N,
-        part.row_N,
-        part.turn_N,
-        num_preserved=num_preserved,
-        gate=options.llds_gate,
-        answer_N=part.turn_N == last_M[part.row_N],
-        answer_weight=options.llds_answer_weight,
-    )
-    tally.add("llds", terms_M.detach() * num_preserved)
-    return terms_M.sum()
 
 
 def _tally_policy(tally: Tally, terms: LossTerms, policy_M: torch.Tensor, old_M: torch.Tensor, part: FlatBatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ class UpdateMetrics:
     """Of a value head; count 0 without one."""
     num_rows: int
     num_rows_skipped: int
-    """Rows that were not computed: no loss token, or advantage exactly 0 with no KL or entropy term."""
+    """Rows that were not computed: no loss token, or advantage exactly 0 with nothing else in the loss."""
     num_loss_tokens: int
     """In the batch, skipped rows included: what the denominators count."""
     num_tokens: int
@@ -119,38 +120,18 @@ class UpdateMetrics:
 
 
 def update_metrics(tally: Tally) -> UpdateMetrics:
-    """Read an update's tally."""
-    counts = tally.counts
+    """Read an update's tally: means and counts by their names."""
+    names = [spec.name for spec in fields(UpdateMetrics) if spec.type == "Mean"]
+    counts = [spec.name for spec in fields(UpdateMetrics) if spec.name.startswith("num_")]
+    found: dict[str, Any] = {name: tally.mean(name) for name in names}
     return UpdateMetrics(
+        **found | {name: tally.counts[name.removeprefix("num_")] for name in counts},
         loss=tally.mean("loss").value,
         grad_norm=tally.mean("grad_norm").value,
-        entropy=tally.mean("entropy"),
-        policy_logprob=tally.mean("policy_logprob"),
-        ratio=tally.mean("ratio"),
         ratio_max=tally.maxima.get("ratio", math.nan),
-        clipped_low=tally.mean("clipped_low"),
-        clipped_high=tally.mean("clipped_high"),
-        dual_clipped=tally.mean("dual_clipped"),
-        kl=tally.mean("kl"),
-        kl_old=tally.mean("kl_old"),
-        mismatch_abs=tally.mean("mismatch_abs"),
-        mismatch_k3=tally.mean("mismatch_k3"),
         mismatch_max=tally.maxima.get("mismatch", math.nan),
         mismatch_chi2=tally.mean("rho_squared").value - 1.0,
         ess_frac=_ess(tally.mean("rho"), tally.mean("rho_squared")),
-        logprob_good=tally.mean("logprob_good"),
-        logprob_bad=tally.mean("logprob_bad"),
-        kept=tally.mean("kept"),
-        llds=tally.mean("llds"),
-        value_loss=tally.mean("value_loss"),
-        num_rows=counts["rows"],
-        num_rows_skipped=counts["rows_skipped"],
-        num_loss_tokens=counts["loss_tokens"],
-        num_tokens=counts["tokens"],
-        num_steps=counts["steps"],
-        num_steps_skipped=counts["steps_skipped"],
-        num_nonfinite=counts["nonfinite"],
-        num_steps_stopped=counts["steps_stopped"],
         lr=tally.lr,
         seconds=tally.seconds,
     )

@@ -69,9 +69,11 @@ class RLOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is '{value}'; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}")
-        if self.loss in ("ppo_clip", "clip_cov", "gspo"):
-            low, high = self.clip_low or 0.2, self.clip_high or 0.2
-            check_clip(clip_low=low, clip_high=high, dual_clip=self.dual_clip)
+        if "clip_low" in self.spec.options:
+            low, high = (0.2 if value is None else value for value in (self.clip_low, self.clip_high))
+            check_clip(
+                clip_low=low, clip_high=high, dual_clip=self.dual_clip if "dual_clip" in self.spec.options else None
+            )
         if self.correction is not None:
             check_correction(self.correction, self.correction_low, self.correction_high)
         check_kl_estimator(self.kl_estimator)
@@ -79,16 +81,13 @@ class RLOptions:
         required = self.spec.aggregation
         if required is not None and self.aggregation != required:
             raise ConfigError(f"aggregation is '{self.aggregation}', but loss '{self.loss}' needs '{required}'")
-        if self.kl_coef < 0:
-            raise ConfigError(f"kl_coef is {self.kl_coef}; it must be 0 (no KL) or above")
-        if not self.temperature > 0:
-            raise ConfigError(
-                f"temperature is {self.temperature}; RL needs one above 0, the one that the batch was sampled with"
-            )
-        for name in ("tau_pos", "tau_neg"):
+        for name in ("kl_coef", "llds_coef", "value_coef"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 (none) or above")
+        for name in ("temperature", "tau_pos", "tau_neg", "value_clip", "opsm_delta", "kl_stop"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0, such as 1.0")
+                raise ConfigError(f"{name} is {value}; it must be above 0")
         for name in ("updates_per_batch", "minibatches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -114,7 +113,8 @@ class RLOptions:
     @property
     def regularised(self) -> bool:
         """Whether rows without an advantage have a gradient too."""
-        return self.kl_coef > 0 or self.entropy_coef != 0 or self.llds_coef > 0 or self.value_coef > 0
+        terms = (self.kl_coef, self.entropy_coef, self.llds_coef, self.value_coef)
+        return any(terms) or "cov_coef" in self.spec.options  # its penalty is on tokens of any advantage
 
     @property
     def on_policy(self) -> bool:

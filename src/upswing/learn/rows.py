@@ -6,7 +6,7 @@ Axis letters: B rows, T tokens of one row, N loss tokens of the batch in row ord
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,14 +102,12 @@ class FlatBatch:
         return len(self.row_N)
 
     def at(self, slot_M: torch.Tensor) -> FlatBatch:
-        """The tokens at these slots, in that order."""
-        chosen: dict[str, Any] = {k: v[slot_M] for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return replace(self, **chosen)
+        """The tokens at these slots (indices or a bool mask), in that order."""
+        return FlatBatch(**{name: values_N[slot_M] for name, values_N in vars(self).items()})
 
     def to(self, device: torch.device) -> FlatBatch:
         """The same with its tensors on `device`."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved)
+        return FlatBatch(**{name: values_N.to(device) for name, values_N in vars(self).items()})
 
 
 def flatten(rows: Sequence[TrainRow]) -> FlatBatch:
@@ -150,6 +148,12 @@ def _column(
             value[found] if isinstance(value, np.ndarray) else np.full(len(found), missing if value is None else value)
         )
     return np.concatenate([*parts, np.zeros(0)]).astype(dtype)
+
+
+def at_loss(rows: Sequence[TrainRow], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """[T] a row at the loss tokens, float32 [N]."""
+    found = [array[row.loss_positions] for row, array in zip(rows, arrays, strict=True)]
+    return np.concatenate([*found, np.zeros(0)]).astype(np.float32)
 
 
 def spread(rows: Sequence[TrainRow], values_N: np.ndarray) -> list[Float32T]:

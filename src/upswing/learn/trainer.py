@@ -57,7 +57,7 @@ class Trainer:
         self.updates = 0
         """Updates asked for, skipped ones included; the schedule goes by it."""
         self.extra: dict[str, Any] = {}
-        """What else a checkpoint keeps: numbers that its stage adapts, the state of a value head."""
+        """What else a checkpoint keeps: numbers that its stage adapts."""
         self.max_tokens_per_pack = max_tokens_per_pack
         if gradient_checkpointing:
             # The older name warns in newer transformers.
@@ -95,7 +95,7 @@ class Trainer:
         tally.seconds = time.perf_counter() - started
 
     def step(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> None:
-        """Forward and backward of every pack, then one optimizer step if there is a finite gradient."""
+        """Forward and backward of every pack, then one optimizer step if there is a gradient and it is finite."""
         if not packs:
             tally.counts["steps_skipped"] += 1
             return
@@ -112,11 +112,12 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
         if math.isfinite(norm):
             tally.add_value("grad_norm", norm)
+        if 0.0 < norm < math.inf:
             self._optimizer.step()
             tally.counts["steps"] += 1
-        else:
+        else:  # at exactly 0, all tokens rejected say, momentum and weight decay would still move the weights
             tally.counts["steps_skipped"] += 1
-            tally.counts["nonfinite"] += 1
+            tally.counts["nonfinite"] += not math.isfinite(norm)
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
