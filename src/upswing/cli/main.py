@@ -1,4 +1,4 @@
-"""The command line: `upswing run`, `eval`, `play`, `report`. One file a verb; heavy imports only once a verb runs."""
+"""The command line, one file a verb: `run`, `eval`, `play`, `report`, `algorithms`. Heavy imports wait for a verb."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from upswing.cli.algorithms import algorithms_command
 from upswing.cli.eval import eval_command
 from upswing.cli.play import play_command
 from upswing.cli.report import report_command
@@ -24,6 +25,7 @@ app.command("run")(run_command)
 app.command("eval")(eval_command)
 app.command("play")(play_command)
 app.command("report")(report_command)
+app.command("algorithms")(algorithms_command)
 
 
 def _version(wanted: bool) -> None:

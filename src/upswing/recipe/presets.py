@@ -70,17 +70,17 @@ PG, PPO = "policy_gradient", "ppo_clip"
 TOKENS, SUMS = "token-mean", "seq-mean-token-sum"
 
 PRESETS: dict[str, Preset] = {
-    "reinforce": _preset("Williams 1992", "reinforce", PG, SUMS, "leave-one-out batch mean, or a moving average"),
-    "reinforce++": _preset("arXiv 2501.03262", "reinforce_pp", PPO, TOKENS, "whitened over the batch", kl_in="reward"),
+    "reinforce": _preset("Williams 1992", "reinforce", PG, SUMS, "mean of the rest of the batch, or a moving average"),
+    "reinforce++": _preset("arXiv 2501.03262", "reinforce_pp", PPO, TOKENS, "whitened over all tokens", kl_in="reward"),
     "reinforce++-baseline": _preset("arXiv 2501.03262", "reinforce_pp_baseline", PPO, TOKENS, "group mean, batch std"),
     "rloo": _preset("arXiv 2402.14740", "rloo", PG, SUMS, "leave-one-out within the group", kl_in="reward"),
     "remax": _preset("arXiv 2310.10505", "remax", PG, SUMS, "a greedy rollout a task is the baseline"),
     "grpo": _preset("arXiv 2402.03300", "group", PPO, TOKENS, f"published with {SEQUENCES}", normalize_std=True),
-    "dr_grpo": _preset("arXiv 2503.20783", "group", PPO, LENGTH_NORMALISED, "no std", normalize_std=False),
+    "dr_grpo": _preset("arXiv 2503.20783", "group", PPO, LENGTH_NORMALISED, "no std; norm_length", normalize_std=False),
     "dapo": _preset("arXiv 2503.14476", "group", PPO, TOKENS, "clip-higher, dynamic sampling", dynamic_sampling=4),
     "opo": _preset("arXiv 2505.23585", "opo", PG, TOKENS, "length-weighted baseline, exactly on-policy"),
     "gpg": _preset("arXiv 2504.02546", "gpg", PG, TOKENS, "rescaled by the groups that have a spread"),
-    "pass_at_k": _preset("arXiv 2508.10751", "pass_at_k", PPO, TOKENS, "rewards success of a set of k"),
+    "pass_at_k": _preset("arXiv 2508.10751", "pass_at_k", PPO, TOKENS, "rewards a set of k that holds a success"),
     "gspo": _preset("arXiv 2507.18071", "group", "gspo", SEQUENCES, "ratio of whole sequences", minibatches=2),
     "gmpo": _preset("arXiv 2507.20673", "group", "gmpo", SEQUENCES, "geometric mean of token ratios", minibatches=2),
     "cispo": _preset(
@@ -95,10 +95,10 @@ PRESETS: dict[str, Preset] = {
         "arXiv 2512.04220", "group", PPO, TOKENS, "keeps good actions likely", llds_coef=0.2, minibatches=2
     ),
     "gigpo": _preset("arXiv 2505.10978", "gigpo", PPO, TOKENS, "episode and step groups"),
-    "mt_grpo": _preset("arXiv 2505.11821", "turn", PPO, TOKENS, "turn rewards of the environment"),
-    "process": _preset("arXiv 2402.03300", "process", PPO, TOKENS, "step scores of the environment"),
+    "mt_grpo": _preset("arXiv 2505.11821", "turn", PPO, TOKENS, "outcome plus turn rewards"),
+    "process": _preset("arXiv 2402.03300, 2504.15275", "process", PPO, TOKENS, "outcome plus step scores"),
     "gdpo": _preset("arXiv 2601.05242", "gdpo", PPO, TOKENS, "each verifier normalised by itself"),
-    "ppo": _preset("arXiv 1707.06347", "gae", PPO, TOKENS, "a critic and GAE", kl_in="reward"),
+    "ppo": _preset("arXiv 1707.06347, 1506.02438", "gae", PPO, TOKENS, "a critic and GAE", kl_in="reward"),
 }
 
 TABLE_KEYS = ("advantage", "loss", "aggregation")
