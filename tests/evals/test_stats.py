@@ -104,11 +104,17 @@ def test_same_seed_same_interval_and_another_seed_another():
     assert bootstrap_mean_ci(values, seed=5) != bootstrap_mean_ci(values, seed=6)
 
 
-def test_nothing_to_average_is_nan_and_null_in_json():
+@pytest.mark.parametrize("num_tasks", [1, 5])
+def test_tasks_with_the_same_mixed_samples_are_not_certainty(num_tasks):
+    """Every task half solved: resampling tasks changes nothing, yet so few tasks can't prove the share."""
+    found = bootstrap_mean_ci([1.0, 0.0] * num_tasks, clusters=[i // 2 for i in range(2 * num_tasks)])
+    assert (found.low, found.high) == wilson_interval(num_tasks / 2, num_tasks)
+    assert found.low < 0.4 and found.high > 0.6
+
+
+def test_nothing_to_average_is_nan():
     found = bootstrap_mean_ci([])
-    assert math.isnan(found.mean) and found.n == 0
-    assert found.to_dict() == {"mean": None, "low": None, "high": None, "n": 0}
-    assert math.isnan(Interval.from_dict(found.to_dict()).low)
+    assert all(map(math.isnan, (found.mean, found.low, found.high))) and found.n == 0
 
 
 @pytest.mark.parametrize(

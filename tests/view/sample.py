@@ -23,7 +23,8 @@ from upswing.trajectory.types import (
     ToolRecord,
     Trajectory,
 )
-from upswing.view.report import example_entry, example_from, write_examples, write_results
+from upswing.view.examples import example_entry, example_from, write_examples
+from upswing.view.report import write_results
 
 KINDS = {"1-hop": "1", "2-hop": "2", "3-hop": "3", "comparison": "2"}
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upswing.trajectory.types import Task
-from upswing.view.charts import MatchRow, Series, line_chart, match_figure, number, ticks
+from upswing.view.charts import MatchRow, Series, line_chart, match_figure, ticks
 from upswing.view.curves import points
 from upswing.view.examples import example_from, token_texts
 from upswing.view.html import Html, escape, h
+from upswing.view.text import difference, interval, number
 
 from .sample import branch_of, decode, trajectory_of
 
@@ -100,13 +102,31 @@ def test_numbers_are_short(value, text):
     assert number(value) == text
 
 
+def test_a_reward_beyond_a_share_is_no_percentage():
+    of_reward = {"diff": 3.0, "low": 2.0, "high": 4.0, "metric": "reward"}
+    assert difference(of_reward) == ("+3", "2", "4")
+    assert difference({**of_reward, "diff": 0.03, "low": 0.02, "high": 0.04, "metric": "f1"}) == ("+3.0 points", "2.0", "4.0")  # fmt: skip # noqa: E501
+    assert interval({"mean": 10.5, "low": 9.5, "high": 11.25}) == ("10.5", "9.5", "11.2")
+    assert interval({"mean": 0.5, "low": 0.25, "high": 1.0}) == ("50.0 %", "25.0", "100.0")
+    assert interval(None) == interval({"mean": None, "low": None, "high": None, "n": 0}) == ("–", "", "")
+
+
 def test_a_chart_without_points_is_nothing():
     assert line_chart("x", [Series("a", ((1.0, None),))]) == ""
     assert line_chart("x", []) == ""
 
 
 @pytest.mark.parametrize(
-    "values", [[(3.0, 0.5)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -5.0), (2.0, 1e9)], [(0.0, 1e-7), (9.0, 3e-7)]]
+    "values",
+    [
+        [(3.0, 0.5)],
+        [(1.0, 0.0), (2.0, 0.0)],
+        [(1.0, -5.0), (2.0, 1e9)],
+        [(0.0, 1e-7), (9.0, 3e-7)],
+        [(1.0, -1e99), (2.0, 1e99)],
+        [(1.0, 0.0), (2.0, 5e-324)],
+        [(1.0, 1.0), (2.0, 1.0 + 2e-16)],
+    ],
 )
 def test_every_point_lies_inside_the_frame(values):
     svg = str(line_chart("x", [Series("a", tuple(values), dots=True)]))
@@ -138,5 +158,10 @@ def test_points_take_the_last_of_a_step_and_skip_what_is_no_number():
         {"step": 2, "x": 3},
         {"step": 3, "x": True},
         {"step": 4, "y": 1},
+        {"step": 5, "x": math.nan},
+        {"step": 6, "x": 10**400},
+        {"step": 7, "x": -math.inf},
+        {"step": 8, "x": 5e-324},
     ]
-    assert points(rows, "x") == ((1.0, None), (2.0, 3.0), (3.0, None))
+    found = points(rows, "x")
+    assert found == ((1.0, None), (2.0, 3.0), (3.0, None), (5.0, None), (6.0, None), (7.0, None), (8.0, 0.0))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from upswing.monitor.metrics import MetricsLog
+from upswing.view.examples import write_examples
 from upswing.view.report import write_report
 
 from .sample import build_run
@@ -105,10 +107,10 @@ def test_headline_shows_the_shares_intervals_and_the_test(page):
         "normalised match",
         "F1",
         "points vs SFT",
-        "p\u00a0<\u00a00.001",
+        "p < 0.001",
     ):
         assert piece in page.text, piece
-    assert re.search(r"strict match, n = 20095.% interval \d+\.\d – \d+\.\d", page.text)
+    assert re.search(r"strict match, n = 20095 % interval \d+\.\d – \d+\.\d", page.text)
     assert "By kind" in page.text and "comparison" in page.text and "By hops" in page.text
 
 
@@ -208,7 +210,58 @@ def test_a_result_without_scores_shows_dashes(tmp_path):
 
 def test_lone_surrogates_do_not_stop_the_report(tmp_path):
     (tmp_path / "environment.json").write_text('{"x": "\\ud800"}')
-    assert "?" in report(tmp_path).text
+    assert "\\ud800" in report(tmp_path).text
+    write_examples(tmp_path, [{"title": "\ud800"}])  # a model's JSON may hold one
+    assert json.loads((tmp_path / "examples.json").read_text()) == [{"title": "\ud800"}]
+    assert "\\ud800" in report(tmp_path).text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("results.json", '[{"label": "a", "summary": null}]', "a"),
+        ("results.json", '[{"label": "a", "summary": {"components": [1]}}]', "can't be shown"),
+        ("examples.json", '[{"trajectories": [1]}]', "can't be shown"),
+        (
+            "metrics.jsonl",
+            '{"stage": "rl", "step": NaN, "reward": 1}\n{"stage": "rl", "step": 1, "reward": 1e999}',
+            "rl",
+        ),
+        ("metrics.jsonl", '{"stage": "rl", "step": 1, "graduated": true, "words": null, "entropy": NaN}', "graduated"),
+    ],
+)
+def test_files_of_another_shape_cost_their_section_only(tmp_path, name, content, said):
+    (tmp_path / "recipe.yaml").write_text("name: kept")
+    (tmp_path / name).write_text(content)
+    parsed = report(tmp_path)
+    assert said in parsed.text and "name: kept" in parsed.text and parsed.problems == []
+
+
+def test_every_stage_has_its_curves_with_what_they_say(tmp_path):
+    log = MetricsLog(tmp_path)
+    of_stage = {
+        "preference": ["validation_preference_accuracy", "validation_chosen_shift"],
+        "reward_model": ["validation_accuracy"],
+        "distill": ["kl", "ess_frac"],
+        "rl": ["critic_explained_variance", "logprob_good", "reward"],
+    }
+    for stage, names in of_stage.items():
+        for step in (1, 2):
+            log.append(stage, step, dict.fromkeys(names, 0.1 * step))
+    parsed = report(tmp_path)
+    assert len(parsed.having(class_="chart")) == 8 and "More signals" not in parsed.text
+    for words in ("good answers became less likely", "0.5 is a guess", "from the teacher", "1 is perfect"):
+        assert words in parsed.text
+
+
+def test_a_tag_with_a_value_a_question_has_no_table(tmp_path):
+    score = {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
+    tags = {"id": {str(i): {"reward": score} for i in range(99)}, "kind": {"a": {"reward": score}}}
+    entry = {"label": "x", "summary": {"by_tag": tags, "reward": {"mean": 12.5, "low": 11.0, "high": 14.0, "n": 9}}}
+    (tmp_path / "results.json").write_text(json.dumps([entry]))
+    text = report(tmp_path).text
+    assert "By kind" in text and "By id" not in text
+    assert "12.5" in text and "1250" not in text
 
 
 def test_writing_again_replaces_the_report(tmp_path):

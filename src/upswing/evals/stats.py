@@ -2,9 +2,9 @@
 
 Rules, stated once:
 - A mean gets a percentile bootstrap interval. With several samples per task the *tasks* are resampled (clusters).
-- When every value is equal a bootstrap interval has no width, which would claim certainty. If the values are all 0 or
-  all 1 the Wilson interval is used instead, so that 0 of 200 still has an upper bound of 1.9 %. Equal values of any
-  other kind have no known bound and keep zero width.
+- When every task is alike a bootstrap interval has no width, which would claim certainty. For values of 0 and 1 the
+  Wilson interval over the tasks is used instead, so that 0 of 200 still has an upper bound of 1.9 %. Equal values of
+  any other kind have no known bound and keep zero width.
 - Differences between two checkpoints are always paired by question.
 """
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,15 +37,6 @@ class Interval:
     n: int
     """How many values were averaged."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-safe: NaN becomes None."""
-        return {key: _null_nan(value) for key, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Interval:
-        mean, low, high = (_nan_null(data[key]) for key in ("mean", "low", "high"))
-        return cls(mean, low, high, int(data["n"]))
-
 
 @dataclass(frozen=True)
 class PairedResult:
@@ -62,22 +52,10 @@ class PairedResult:
     """Number of pairs."""
     test: str
     """`mcnemar` (both binary, exact) or `sign_flip` (permutation)."""
-    only_a: int = 0
+    only_a: int
     """Pairs where `a` is higher."""
-    only_b: int = 0
+    only_b: int
     """Pairs where `b` is higher."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-safe: NaN becomes None."""
-        return {key: _null_nan(value) for key, value in asdict(self).items()}
-
-
-def _null_nan(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _nan_null(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _as_finite(values: Sequence[float] | Float64, name: str) -> Float64:
@@ -93,7 +71,7 @@ def _is_binary(array: Float64) -> bool:
     return bool(np.isin(array, (0.0, 1.0)).all())
 
 
-def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """Wilson score interval of a share; `(0, 1)` when n is 0."""
     if n == 0:
         return 0.0, 1.0
@@ -138,14 +116,10 @@ def bootstrap_mean_ci(
     seed: int = 0,
     clusters: Sequence[Hashable] | None = None,
 ) -> Interval:
-    """Mean of all values with a percentile bootstrap interval.
+    """Mean of all values with a percentile bootstrap interval; NaNs and `n == 0` for no values.
 
-    Args:
-        values: [n] finite numbers. Leave out what could not be scored: NaN raises ValueError.
-        level: confidence level.
-        clusters: [n] task ids. Given, whole tasks are resampled, since samples of one task aren't independent.
-
-    Returns NaNs and `n == 0` for no values. See the module's docstring for values that are all equal.
+    `values`: [n] finite numbers; NaN, something that could not be scored, raises ValueError. `clusters`: [n] task ids;
+    given, whole tasks are resampled, since samples of one task aren't independent.
     """
     array = _as_finite(values, "values")
     if not 0 < level < 1:
@@ -154,9 +128,9 @@ def bootstrap_mean_ci(
         return Interval(math.nan, math.nan, math.nan, 0)
     sums, counts = _cluster_totals(array, clusters)
     mean = float(array.mean())
-    if np.ptp(array) == 0:
+    if np.ptp(sums / counts) == 0:
         # One task's samples may all be alike by chance, so the number of tasks is what counts as evidence.
-        low, high = wilson_interval(round(mean * len(sums)), len(sums), level) if _is_binary(array) else (mean, mean)
+        low, high = wilson_interval(mean * len(sums), len(sums), level) if _is_binary(array) else (mean, mean)
         return Interval(mean, low, high, len(array))
     means = _resampled_means(sums, counts, resamples, np.random.default_rng(seed))
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
@@ -211,8 +185,8 @@ def paired_test(
 ) -> PairedResult:
     """Is `b` better than `a` on the same questions? [n] each, in the same order.
 
-    Exact McNemar when both are 0/1, else a paired sign-flip permutation test. Raises ValueError when the lengths
-    differ, when there are no pairs, and for NaN.
+    Exact McNemar when both are 0/1, else a paired sign-flip permutation test. Raises ValueError for other lengths, no
+    pairs, and NaN.
     """
     left, right = _as_finite(a, "a"), _as_finite(b, "b")
     if len(left) != len(right) or len(left) == 0:

@@ -10,15 +10,19 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from upswing.errors import did_you_mean
 from upswing.evals.stats import Interval, PairedResult, bootstrap_mean_ci, paired_test, pass_at_k, pass_hat_k
 from upswing.trajectory.types import Outcome, Trajectory
 from upswing.view.run_folder import json_safe
+from upswing.view.text import DASH, difference, interval, number, p_value, readable
 
 COSTS = ("turns", "tool_calls", "invalid_calls", "duplicate_calls", "sampled_tokens")
 
@@ -52,7 +56,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSummary:
-    """All figures of one evaluation; `to_dict` and `from_dict` are the JSON form."""
+    """All figures of one evaluation."""
 
     num_trajectories: int
     num_tasks: int
@@ -84,64 +88,15 @@ class EvalSummary:
     """Share of tasks with a success rate strictly between 0 and 1; NaN with one sample a task."""
     records: tuple[EvalRecord, ...] = ()
 
-    @property
-    def num_errored(self) -> int:
-        return self.outcomes.get(Outcome.ERRORED, 0)
-
-    def to_dict(self, records: bool = True) -> dict[str, Any]:
-        """JSON-safe dict; NaN becomes None. `records=False` leaves the trajectories out."""
-        data = asdict(self)
-        data["records"] = [asdict(record) for record in self.records] if records else []
-        return dict(json_safe(data))
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> EvalSummary:
-        """The inverse of `to_dict`."""
-        fields = dict(data)
-        fields["records"] = tuple(EvalRecord(**record) for record in data["records"])
-        for name in ("reward", "recovery"):
-            fields[name] = Interval.from_dict(data[name])
-        for name in ("components", "costs"):
-            fields[name] = {key: Interval.from_dict(value) for key, value in data[name].items()}
-        fields["by_tag"] = {
-            tag: {value: {m: Interval.from_dict(i) for m, i in row.items()} for value, row in values.items()}
-            for tag, values in data["by_tag"].items()
-        }
-        for name in ("pass_at_k", "pass_hat_k"):
-            fields[name] = {int(key): float(value) for key, value in data[name].items()}
-        for name in _FLOATS:
-            fields[name] = math.nan if data[name] is None else float(data[name])
-        return cls(**fields)
-
-    def to_table(self, title: str = "Evaluation") -> Table:
-        """Every figure of this summary as a two-column table."""
-        table = Table("figure", "value", title=title)
-        table.add_row("trajectories (tasks)", f"{self.num_trajectories} ({self.num_tasks})")
-        table.add_row("reward", number_text(self.reward))
-        for name, interval in self.components.items():
-            table.add_row(name, number_text(interval))
-        for name, interval in self.costs.items():
-            table.add_row(name.replace("_", " "), f"{interval.mean:.2f}")
-        table.add_row("truncated", share_text(self.truncated_frac))
-        table.add_row("invalid calls (of calls)", share_text(self.invalid_call_frac))
-        if self.recovery.n:
-            table.add_row(f"recovered (of {self.recovery.n})", number_text(self.recovery))
-        for k, value in self.pass_at_k.items():
-            table.add_row(f"pass@{k} / pass^{k}", f"{share_text(value)} / {share_text(self.pass_hat_k[k])}")
-        table.add_row("outcomes", ", ".join(f"{name} {count}" for name, count in self.outcomes.items()))
-        table.add_row("stop reasons", ", ".join(f"{name} {count}" for name, count in self.stop_reasons.items()))
-        return table
-
-
-_FLOATS = ("truncated_frac", "invalid_call_frac", "duplicate_call_frac", "sampled_tokens_completed", "mixed_frac")
+    def to_dict(self) -> dict[str, Any]:
+        """What `results.json` holds of it; NaN becomes None."""
+        return dict(json_safe(asdict(self)))
 
 
 def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | None] | None = None) -> EvalRecord:
     """Reduce one trajectory. `recovered` says whether it got past a failed first attempt (None: there was none)."""
-    calls = [
-        (record.call.name, json.dumps(record.call.arguments, sort_keys=True, default=str))
-        for record in trajectory.tool_records
-    ]
+    made = (record.call for record in trajectory.tool_records)
+    calls = [(call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in made]
     counted = trajectory.outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)
     score = trajectory.score if counted else None
     return EvalRecord(
@@ -155,9 +110,7 @@ def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | N
         turns=trajectory.num_turns,
         tool_calls=len(calls),
         # A tool that fails by itself isn't an invalid call; an environment that has such tools counts apart.
-        invalid_calls=int(
-            trajectory.state.get("invalid_calls", sum(not record.ok for record in trajectory.tool_records))
-        ),
+        invalid_calls=int(trajectory.state.get("invalid_calls", sum(not r.ok for r in trajectory.tool_records))),
         duplicate_calls=len(calls) - len(set(calls)),
         sampled_tokens=trajectory.num_sampled_tokens,
         recovered=recovered(trajectory) if recovered and counted else None,
@@ -175,42 +128,24 @@ def summarize(
     recovered: Callable[[Trajectory], bool | None] | None = None,
     success: str = "strict_match",
     resamples: int = 10_000,
-    seed: int = 0,
 ) -> EvalSummary:
-    """Every figure of an evaluation.
+    """Every figure of an evaluation of one or several trajectories a task.
 
-    Args:
-        trajectories: one or several per task; intervals resample tasks when there are several.
-        recovered: see `record_of`.
-        success: the component (0/1) that pass@k counts; the reward when no trajectory has that component.
+    `recovered`: see `record_of`. `success`: the component (0/1) that pass@k counts; the reward when none has it.
     """
-    return summarize_records(
-        [record_of(trajectory, recovered) for trajectory in trajectories],
-        success=success,
-        resamples=resamples,
-        seed=seed,
-    )
-
-
-def summarize_records(
-    records: Sequence[EvalRecord], *, success: str = "strict_match", resamples: int = 10_000, seed: int = 0
-) -> EvalSummary:
-    """As `summarize`, from records."""
+    records = [record_of(trajectory, recovered) for trajectory in trajectories]
     counted = [record for record in records if record.counted]
     names = list(dict.fromkeys(name for record in counted for name in record.components))
 
-    def interval(rows: Sequence[EvalRecord], value: Callable[[EvalRecord], float | None]) -> Interval:
-        pairs = [(number, row.task_id) for row in rows if (number := value(row)) is not None]
+    def mean(rows: Sequence[EvalRecord], value: Callable[[EvalRecord], float | None]) -> Interval:
+        pairs = [(found, row.task_id) for row in rows if (found := value(row)) is not None]
         ids = [task_id for _, task_id in pairs]
         clusters = ids if len(set(ids)) < len(ids) else None
-        return bootstrap_mean_ci([number for number, _ in pairs], resamples=resamples, seed=seed, clusters=clusters)
+        return bootstrap_mean_ci([found for found, _ in pairs], resamples=resamples, clusters=clusters)
 
     def scores(rows: Sequence[EvalRecord]) -> dict[str, Interval]:
-        found = {name: interval(rows, lambda row, name=name: row.components.get(name)) for name in names}  # type: ignore[misc]
-        return {"reward": interval(rows, lambda row: row.reward), **found}
-
-    def cost(name: str) -> Interval:
-        return interval(counted, lambda row: float(getattr(row, name)))
+        found = {name: mean(rows, lambda row, name=name: row.components.get(name)) for name in names}  # type: ignore[misc]
+        return {"reward": mean(rows, lambda row: row.reward), **found}
 
     overall = scores(counted)
     num_calls = sum(row.tool_calls for row in counted)
@@ -225,7 +160,7 @@ def summarize_records(
         stop_reasons=dict(Counter(row.stop_reason for row in records).most_common()),
         reward=overall.pop("reward"),
         components=overall,
-        costs={name: cost(name) for name in COSTS},
+        costs={name: mean(counted, attrgetter(name)) for name in COSTS},
         by_tag={
             tag: {value: scores(rows) for value, rows in sorted(values.items())}
             for tag, values in _rows_by_tag(counted).items()
@@ -236,7 +171,7 @@ def summarize_records(
         sampled_tokens_min=min(lengths, default=0),
         sampled_tokens_max=max(lengths, default=0),
         sampled_tokens_completed=_mean([row.sampled_tokens for row in counted if row.outcome == Outcome.COMPLETED]),
-        recovery=interval(counted, lambda row: None if row.recovered is None else float(row.recovered)),
+        recovery=mean(counted, lambda row: None if row.recovered is None else float(row.recovered)),
         pass_at_k=pass_at,
         pass_hat_k=pass_hat,
         mixed_frac=mixed,
@@ -288,21 +223,18 @@ def _task_means(records: Iterable[EvalRecord], metric: str) -> dict[str, float]:
     return {task_id: _mean(found) for task_id, found in values.items()}
 
 
-def compare(
-    a: EvalSummary | Sequence[EvalRecord], b: EvalSummary | Sequence[EvalRecord], metric: str = "strict_match"
-) -> PairedResult:
+def compare(a: EvalSummary, b: EvalSummary, metric: str = "strict_match") -> PairedResult:
     """`b` against `a`, paired by task id; several samples of a task are averaged first.
 
     Tasks that either side could not score are left out (`PairedResult.n` says how many were compared). Raises
     ValueError when the metric is unknown or no task is shared.
     """
-    left, right = (side.records if isinstance(side, EvalSummary) else side for side in (a, b))
-    known = {"reward"} | {name for record in (*left, *right) for name in record.components}
+    known = {"reward", *a.components, *b.components}
     if metric not in known:
         raise ValueError(
             f"no metric {metric!r} in these evaluations; known: {sorted(known)}{did_you_mean(metric, known)}"
         )
-    before, after = _task_means(left, metric), _task_means(right, metric)
+    before, after = _task_means(a.records, metric), _task_means(b.records, metric)
     shared = sorted(before.keys() & after.keys())
     if not shared:
         raise ValueError(f"no task with {metric!r} is in both evaluations; a paired test needs the same questions")
@@ -326,63 +258,44 @@ def result_entry(
     Args:
         label: what was evaluated, such as `base`, `SFT`, `RL`.
         mode: `greedy` or `sampled`.
-        previous: the evaluation on the same questions to test against, named `previous_label`.
+        previous: the evaluation on the same questions to test against, named `previous_label`; `paired` is None when
+            nothing was scored on both sides.
+        metric: what is tested; the reward when `summary` lacks it.
         extra: further JSON values, such as `wall_s` or `checkpoint`.
     """
-    shared = metric if metric in summary.components else "reward"
+    metric = metric if metric in summary.components else "reward"
     paired = None
     if previous is not None:
-        paired = {"against": previous_label, "metric": shared, **compare(previous, summary, shared).to_dict()}
+        with suppress(ValueError):  # every trajectory of one side may be errored or unscored
+            paired = json_safe(
+                {"against": previous_label, "metric": metric, **asdict(compare(previous, summary, metric))}
+            )
     entry = {"label": label, "stage": stage, "split": split, "mode": mode}
     return {**entry, "summary": summary.to_dict(), "paired": paired, **extra}
 
 
-def share_text(value: float | None) -> str:
-    """`83.0 %`, or a dash when there is no value."""
-    return "–" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
-
-
-def number_text(interval: Interval) -> str:
-    """`83.0 % [77.5, 88.0]` for shares, `1.42 [1.30, 1.55]` for what leaves 0..1, a dash for nothing."""
-    if interval.n == 0 or math.isnan(interval.mean):
-        return "–"
-    if interval.low >= 0 and interval.high <= 1:
-        return f"{share_text(interval.mean)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-    return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def p_text(p: float | None) -> str:
-    """A p-value as a person reads it."""
-    if p is None or math.isnan(p):
-        return "–"
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def results_table(entries: Sequence[Mapping[str, Any]], title: str = "Results") -> Table:
     """The final table (base -> SFT -> RL) from `result_entry` dicts."""
-    summaries = [EvalSummary.from_dict(entry["summary"]) for entry in entries]
-    names = list(dict.fromkeys(name for summary in summaries for name in summary.components))
-    table = Table(title=title)
-    for column in ("", "n", *(names or ["reward"])):
-        table.add_column(column.replace("_", " "), justify="right" if column else "left")
-    for column in ("turns", "calls", "tokens", "errored", "difference", "p"):
+    names = list(dict.fromkeys(name for entry in entries for name in entry["summary"]["components"])) or ["reward"]
+    table = Table("", title=title)
+    for column in ("n", *map(readable, names), "turns", "calls", "tokens", "errored", "difference", "p"):
         table.add_column(column, justify="right")
-    for entry, summary in zip(entries, summaries, strict=True):
-        scores = [summary.components.get(name) for name in names] or [summary.reward]
-        costs = [f"{summary.costs[name].mean:.1f}" for name in ("turns", "tool_calls", "sampled_tokens")]
+    for entry in entries:
+        summary, paired = entry["summary"], entry.get("paired")
+        scores = {**summary["components"], "reward": summary["reward"]}
+        costs = [summary["costs"][name]["mean"] for name in ("turns", "tool_calls", "sampled_tokens")]
+        against = f" vs {paired['against']}" if paired and paired.get("against") else ""
         table.add_row(
-            str(entry["label"]),
-            str(summary.num_counted),
-            *("–" if interval is None else number_text(interval) for interval in scores),
-            *costs,
-            str(summary.num_errored),
-            *_paired_cells(entry.get("paired")),
+            escape(str(entry["label"])),
+            str(summary["num_counted"]),
+            *(_with_ends(*interval(scores.get(name))) for name in names),
+            *map(number, costs),
+            str(summary["outcomes"].get("errored", 0)),
+            escape(f"{difference(paired)[0]}{against}") if paired else DASH,
+            p_value(paired["p"]).removeprefix("= ") if paired else DASH,
         )
     return table
 
 
-def _paired_cells(paired: Mapping[str, Any] | None) -> tuple[str, str]:
-    if not paired:
-        return "–", "–"
-    against = f" vs {paired['against']}" if paired.get("against") else ""
-    return f"{100 * paired['diff']:+.1f} points{against}", p_text(paired["p"])
+def _with_ends(mean: str, low: str, high: str) -> str:
+    return escape(f"{mean} [{low}, {high}]") if low else mean

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upswing.view.html import Html, h, join, table
+from upswing.view.text import number
 
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
 MAX_TABLE_ROWS = 200
+X_LABEL = "step"
 
 Point = tuple[float, float | None]
 
@@ -26,29 +28,16 @@ class Series:
     """Mark every point, for sparse series such as evaluations."""
 
 
-def number(value: float | None) -> str:
-    """A number in few characters: `0.417`, `12.5`, `1,204`, `3.1e-05`; a dash for none."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-3 or abs(value) >= 1e6:
-        return f"{value:.2g}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers that cover [low, high]: at most `most` + 2 of them."""
-    span = high - low
-    if span <= 0 or not math.isfinite(span):
+    raw = (high - low) / most
+    if raw <= 0:
         return [low]
-    raw = span / most
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    digits = 2 - math.floor(math.log10(step))
+    return [round(index * step, digits) for index in range(first, last + 1)]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -81,8 +70,8 @@ class _Frame:
         return round(HEIGHT - BOTTOM - (value - self.y_low) / span * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def line_chart(title: str, series: Sequence[Series], x_label: str = "step", y_label: str = "") -> Html:
-    """A figure with axes, legend, hover data and a table of its points. Empty when no series has a point."""
+def line_chart(title: str, series: Sequence[Series], y_label: str = "", meaning: str = "") -> Html:
+    """Values over steps: axes, legend, hover data and a table of the points. Empty when no series has a point."""
     drawn = [line for line in series if any(y is not None for _, y in line.points)]
     if not drawn:
         return Html("")
@@ -92,23 +81,24 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step", y_la
     frame = _Frame(x_low, x_high, *_range(ys))
     svg = h(
         "svg",
-        _axes(frame, x_label, y_label, whole_x=all(float(x).is_integer() for x in xs)),
+        _axes(frame, y_label, whole_x=all(float(x).is_integer() for x in xs)),
         *(_line(line, frame, index) for index, line in enumerate(drawn)),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         class_="chart",
         role="img",
         tabindex="0",
-        aria_label=_spoken(title, drawn, x_label),
-        data_chart=json.dumps(_hover_data(drawn, frame, x_label)),
+        aria_label=_spoken(title, drawn),
+        data_chart=json.dumps(_hover_data(drawn, frame)),
     )
     legend = None
     if len(drawn) > 1:
         keys = (h("span", h("i", class_=f"key s{i}"), line.name, class_="entry") for i, line in enumerate(drawn))
         legend = h("div", *keys, class_="legend")
-    return h("figure", h("figcaption", title), legend, svg, _data_table(title, drawn, x_label), class_="card")
+    caption = h("figcaption", title, h("p", meaning, class_="muted") if meaning else None)
+    return h("figure", caption, legend, svg, _data_table(drawn), class_="card")
 
 
-def _axes(frame: _Frame, x_label: str, y_label: str, whole_x: bool) -> Html:
+def _axes(frame: _Frame, y_label: str, whole_x: bool) -> Html:
     parts = []
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     for value in ticks(frame.y_low, frame.y_high):
@@ -120,7 +110,7 @@ def _axes(frame: _Frame, x_label: str, y_label: str, whole_x: bool) -> Html:
         if frame.x_low <= value <= frame.x_high and (not whole_x or value.is_integer()):
             parts.append(h("text", f"{value:,.6g}", x=frame.x(value), y=bottom + 15, class_="tick mid"))
     parts.append(h("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    parts.append(h("text", x_label, x=(LEFT + right) / 2, y=HEIGHT - 6, class_="label mid"))
+    parts.append(h("text", X_LABEL, x=(LEFT + right) / 2, y=HEIGHT - 6, class_="label mid"))
     middle = (TOP + bottom) / 2
     parts.append(h("text", y_label, x=12, y=middle, transform=f"rotate(-90 12 {middle})", class_="label mid"))
     return join(parts)
@@ -141,43 +131,39 @@ def _line(line: Series, frame: _Frame, index: int) -> Html:
     return join(parts)
 
 
-def _hover_data(series: Sequence[Series], frame: _Frame, x_label: str) -> dict[str, object]:
+def _hover_data(series: Sequence[Series], frame: _Frame) -> dict[str, object]:
     """What the script needs to find the nearest x and show the values there."""
     xs = sorted({x for line in series for x, _ in line.points})
     return {
-        "label": x_label,
+        "label": X_LABEL,
         "x": xs,
         "px": [frame.x(x) for x in xs],
         "series": [
-            {"name": line.name, "y": [by_x.get(x) for x in xs], "py": [_pixel(frame, by_x.get(x)) for x in xs]}
+            {"name": line.name, "y": ys, "py": [None if y is None else frame.y(y) for y in ys]}
             for line in series
-            for by_x in [dict(line.points)]
+            for ys in [list(map(dict(line.points).get, xs))]
         ],
         "top": TOP,
         "bottom": HEIGHT - BOTTOM,
     }
 
 
-def _pixel(frame: _Frame, value: float | None) -> float | None:
-    return None if value is None else frame.y(value)
-
-
-def _spoken(title: str, series: Sequence[Series], x_label: str) -> str:
+def _spoken(title: str, series: Sequence[Series]) -> str:
     parts = []
     for line in series:
         known = [(x, y) for x, y in line.points if y is not None]
         (x0, y0), (x1, y1) = known[0], known[-1]
-        parts.append(f"{line.name} from {number(y0)} at {x_label} {number(x0)} to {number(y1)} at {number(x1)}")
+        parts.append(f"{line.name} from {number(y0)} at {X_LABEL} {number(x0)} to {number(y1)} at {number(x1)}")
     return f"{title}: {'; '.join(parts)}. Arrow keys read the points."
 
 
-def _data_table(title: str, series: Sequence[Series], x_label: str) -> Html:
+def _data_table(series: Sequence[Series]) -> Html:
     xs = sorted({x for line in series for x, _ in line.points})
     stride = math.ceil(len(xs) / MAX_TABLE_ROWS)
     by_x = [dict(line.points) for line in series]
     rows = ([number(x), *(number(values.get(x)) for values in by_x)] for x in xs[::stride])
     note = f"Data (every {stride}th point)" if stride > 1 else "Data"
-    columns = [x_label, *(line.name for line in series)]
+    columns = [X_LABEL, *(line.name for line in series)]
     return h("details", h("summary", note), table(columns, rows, class_="data"), class_="points")
 
 
@@ -212,9 +198,9 @@ def match_figure(rows: Sequence[MatchRow]) -> Html:
         parts.append(h("line", x1=x(row.strict_low), x2=x(row.strict_high), y1=y, y2=y, class_="interval"))
         if row.lenient is not None:
             parts.append(h("line", x1=x(row.strict), x2=x(row.lenient), y1=y, y2=y, class_="gap"))
-            side = 5
-            diamond = f"{x(row.lenient)},{y - side} {x(row.lenient) + side},{y} {x(row.lenient)},{y + side} "
-            parts.append(h("polygon", points=f"{diamond}{x(row.lenient) - side},{y}", class_="lenient"))
+            middle = x(row.lenient)
+            diamond = f"{middle},{y - 5} {middle + 5},{y} {middle},{y + 5} {middle - 5},{y}"
+            parts.append(h("polygon", points=diamond, class_="lenient"))
             parts.append(h("text", f"gap {100 * (row.lenient - row.strict):.1f}", x=right + 12, y=y + 4, class_="tick"))
         parts.append(h("circle", cx=x(row.strict), cy=y, r=5, class_="strict"))
     spoken = "; ".join(
@@ -223,15 +209,10 @@ def match_figure(rows: Sequence[MatchRow]) -> Html:
         for row in rows
     )
     svg = h("svg", *parts, viewBox=f"0 0 {width} {height}", class_="match", role="img", aria_label=spoken)
-    legend = h(
-        "div",
-        h("span", h("i", class_="key strict"), "strict match, with 95 % interval", class_="entry"),
-        h(
-            "span",
-            h("i", class_="key lenient"),
-            "normalised match (case, articles and punctuation ignored)",
-            class_="entry",
-        ),
-        class_="legend",
-    )
+    keys = {
+        "strict": "strict match, with 95 % interval",
+        "lenient": "normalised match (case, articles and punctuation ignored)",
+    }
+    entries = (h("span", h("i", class_=f"key {key}"), text, class_="entry") for key, text in keys.items())
+    legend = h("div", *entries, class_="legend")
     return h("figure", h("figcaption", "Strict and normalised match"), legend, svg, class_="card wide")

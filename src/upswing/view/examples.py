@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from upswing.trajectory.types import Branch, Trajectory
-from upswing.view.charts import number
-from upswing.view.headline import readable
 from upswing.view.html import Html, h, join
-from upswing.view.run_folder import EXAMPLES, json_safe, replace_file
+from upswing.view.run_folder import EXAMPLES, json_safe, write_json
+from upswing.view.text import number, readable
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens kept: `lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`."""
@@ -69,10 +68,11 @@ def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str 
         {"name": r.call.name, "arguments": r.call.arguments, "result": r.result, "ok": r.ok, "turn": r.turn}
         for r in trajectory.tool_records
     ]
+    question = next((m.content for m in reversed(trajectory.task.messages) if m.role == "user"), "")
     example = {
         "label": label,
         "stage": stage,
-        "question": _question(trajectory),
+        "question": question,
         "gold": list(trajectory.task.gold),
         "answer": trajectory.answer,
         "reward": trajectory.reward,
@@ -87,10 +87,6 @@ def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str 
     return dict(json_safe(example))
 
 
-def _question(trajectory: Trajectory) -> str:
-    return next((m.content for m in reversed(trajectory.task.messages) if m.role == "user"), "")
-
-
 def example_entry(
     trajectories: Sequence[Mapping[str, Any]], *, task_id: str, title: str, kind: str = "before_after", note: str = ""
 ) -> dict[str, Any]:
@@ -100,9 +96,7 @@ def example_entry(
 
 def write_examples(run_dir: Path, examples: Sequence[Mapping[str, Any]]) -> Path:
     """Write `examples.json` atomically."""
-    path = Path(run_dir) / EXAMPLES
-    replace_file(path, json.dumps(json_safe(examples), ensure_ascii=False))
-    return path
+    return write_json(Path(run_dir) / EXAMPLES, examples)
 
 
 def render_example(example: Mapping[str, Any]) -> Html:
@@ -124,8 +118,8 @@ def render_example(example: Mapping[str, Any]) -> Html:
 
 def _column(item: Mapping[str, Any]) -> Html:
     reward = item.get("reward")
-    verdict = "not scored" if reward is None else f"reward {number(float(reward))}"
-    good = "" if reward is None else (" good" if float(reward) >= 1 else " bad" if float(reward) <= 0 else "")
+    verdict = "not scored" if reward is None else f"reward {number(reward)}"
+    good = "" if reward is None else " good" if reward >= 1 else " bad" if reward <= 0 else ""
     answer = item.get("answer")
     head = h(
         "header",
@@ -138,13 +132,16 @@ def _column(item: Mapping[str, Any]) -> Html:
     scores = "  ·  ".join(f"{readable(name)} {number(value)}" for name, value in components.items())
     branches = item.get("branches") or []
     streams = [_stream(tokens, index, len(branches), item) for index, tokens in enumerate(branches)]
+    if not streams:  # no tokens were kept
+        messages = item.get("messages") or []
+        streams = [h("p", h("b", m.get("role", "?"), ": "), m.get("content", ""), class_="stream") for m in messages]
     return h(
         "section",
         head,
         h("p", "Answer: ", h("b", answer) if answer is not None else h("i", "none given"), class_="answer"),
         h("p", scores, class_="muted") if scores else None,
         _calls(item.get("tool_records") or []),
-        *(streams or _messages(item.get("messages") or [])),
+        *streams,
         class_="trajectory",
     )
 
@@ -161,21 +158,15 @@ def _calls(records: Sequence[Mapping[str, Any]]) -> Html | None:
     return h("ol", *rows, class_="calls")
 
 
-def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """Shown only when no tokens were kept."""
-    return [h("p", h("b", m.get("role", "?"), ": "), m.get("content", ""), class_="stream") for m in messages]
-
-
 def _stream(tokens: Sequence[Mapping[str, Any]], index: int, num: int, item: Mapping[str, Any]) -> Html:
     """The exact tokens; the prompt before the first sampled one is folded."""
-    runs = [(sampled, list(run)) for sampled, run in groupby(tokens, key=lambda token: bool(token.get("sampled")))]
     parts: list[Html] = []
-    if runs and not runs[0][0]:
-        prompt = runs.pop(0)[1]
-        spans = h("span", *(_token(token) for token in prompt), class_="run given")
-        parts.append(h("details", h("summary", f"prompt, {len(prompt)} tokens"), spans))
-    for sampled, run in runs:
-        parts.append(h("span", *(_token(token) for token in run), class_="run sampled" if sampled else "run given"))
+    for sampled, run in groupby(tokens, key=lambda token: bool(token.get("sampled"))):
+        spans = [_token(token) for token in run]
+        part = h("span", *spans, class_="run sampled" if sampled else "run given")
+        if not parts and not sampled:
+            part = h("details", h("summary", f"prompt, {len(spans)} tokens"), part)
+        parts.append(part)
     name = f"branch {index + 1} of {num}, " if num > 1 else ""
     sampled_count = sum(bool(token.get("sampled")) for token in tokens)
     caption = f"{name}{len(tokens)} tokens, {sampled_count} sampled by the agent"

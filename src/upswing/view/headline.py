@@ -8,37 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from upswing.view.charts import MatchRow, match_figure, number
-from upswing.view.html import Html, escape, h, join, table
-
-STRICT = ("strict_match",)
-LENIENT = ("exact_match", "normalised_match")
-"""Names a component may have, first found first. `exact_match` is that of SQuAD: normalised before comparing."""
-
-
-def readable(name: str) -> str:
-    """A component's name as a person reads it."""
-    known = {"exact_match": "normalised match", "f1": "F1", "format": "format valid"}
-    return known.get(name, name.replace("_", " "))
-
+from upswing.view.charts import MatchRow, match_figure
+from upswing.view.html import Html, h, join, table
+from upswing.view.text import DASH, difference, interval, number, p_value, readable, share
 
 Entry = Mapping[str, Any]
+MAX_TAG_VALUES = 30
+"""A tag with more values than this, such as a row's id, has no table."""
 
 
-def component(entry: Entry, names: Sequence[str]) -> Mapping[str, Any] | None:
-    """The interval of the first of `names` that an entry has, with a mean."""
-    found = entry.get("summary", {}).get("components", {})
-    return next((found[name] for name in names if name in found and found[name].get("mean") is not None), None)
+def _scores(entry: Entry) -> Mapping[str, Any]:
+    """Intervals by component, and that of the reward; those without a mean are left out."""
+    summary = entry.get("summary") or {}
+    found = {**summary.get("components", {}), "reward": summary.get("reward")}
+    return {name: score for name, score in found.items() if score and score.get("mean") is not None}
 
 
-def main_score(entry: Entry) -> tuple[str, Mapping[str, Any] | None]:
-    """What an evaluation is judged by: strict match, else the normalised one, else the reward."""
-    for title, names in (("strict match", STRICT), ("normalised match", LENIENT)):
-        found = component(entry, names)
-        if found is not None:
-            return title, found
-    reward = entry.get("summary", {}).get("reward")
-    return "reward", reward if reward and reward.get("mean") is not None else None
+def _main(names: Mapping[str, Any]) -> str:
+    """What an evaluation is judged by: strict match, else the normalised one (SQuAD's), else the reward."""
+    return next((name for name in ("strict_match", "exact_match") if name in names), "reward")
 
 
 def render(results: Sequence[Entry]) -> Html:
@@ -54,136 +42,110 @@ def render(results: Sequence[Entry]) -> Html:
 def _group(key: tuple[str, str, str], entries: Sequence[Entry], first: bool) -> Html:
     split, mode, stage = key
     name = ", ".join(filter(None, (f"{split} questions" if split else "", f"{mode} decoding" if mode else "", stage)))
-    figure = _figure(entries)
-    parts = [
-        h("div", *(_tile(entry) for entry in entries), class_="tiles") if first else None,
-        h("div", h("h3", name or "Evaluation"), _score_table(entries), _cost_table(entries), class_="card"),
-        figure if figure else None,
-        _by_tag(entries),
-    ]
-    body = join(part for part in parts if part is not None)
+    tiles = h("div", *map(_tile, entries), class_="tiles") if first else ""
+    card = h("div", h("h3", name or "Evaluation"), _score_table(entries), _cost_table(entries), class_="card")
+    body = join([tiles, card, _figure(entries), _by_tag(entries)])
     return body if first else h("details", h("summary", f"More: {name}"), body, class_="more")
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}\u00a0%"
+def _cell(found: Mapping[str, Any] | None, note: str | None = None) -> Html:
+    """A mean with its interval, or with another note, below it."""
+    mean, low, high = interval(found)
+    return join([mean, h("small", note or f"{low} – {high}") if low else ""])
 
 
-def _interval(found: Mapping[str, Any] | None) -> Html:
-    if found is None or found.get("mean") is None:
-        return escape("–")
-    low, high = found["low"], found["high"]
-    if low >= 0 and high <= 1:
-        return join([_share(found["mean"]), h("small", f"{100 * low:.1f} – {100 * high:.1f}")])
-    return join([number(found["mean"]), h("small", f"{number(low)} – {number(high)}")])
+def _against(paired: Mapping[str, Any]) -> str:
+    return f"vs {paired.get('against') or 'previous'}, p {p_value(paired.get('p'))}"
 
 
 def _tile(entry: Entry) -> Html:
-    title, found = main_score(entry)
-    paired = entry.get("paired")
+    scores, paired = _scores(entry), entry.get("paired") or {}
+    name = _main(scores)
+    found = scores.get(name)
+    mean, low, high = interval(found)
     change = None
-    if paired and paired.get("diff") is not None:
-        points = 100 * paired["diff"]
-        text = f"{points:+.1f} points vs {paired.get('against') or 'previous'}, p\u00a0{_p(paired.get('p'))}"
+    if paired.get("diff") is not None:
         clear = paired.get("p") is not None and paired["p"] < 0.05  # colour only what is more than noise
-        change = h("p", text, class_="muted" if not clear else "up" if points > 0 else "down")
-    spread = ""
-    if found is not None:
-        spread = f"95\u00a0% interval {100 * found['low']:.1f} – {100 * found['high']:.1f}"
-        title = f"{title}, n = {found['n']}"
+        tone = "muted" if not clear else "up" if paired["diff"] > 0 else "down"
+        change = h("p", f"{difference(paired)[0]} {_against(paired)}", class_=tone)
     return h(
         "div",
         h("span", entry.get("label", "?"), class_="name"),
-        h("b", _share(None if found is None else found["mean"])),
-        h("p", title, class_="muted"),
-        h("p", spread, class_="muted"),
+        h("b", mean),
+        h("p", f"{readable(name)}, n = {found['n']}" if found else "no score", class_="muted"),
+        h("p", f"95 % interval {low} – {high}" if found else "", class_="muted"),
         change,
         class_="card tile",
     )
 
 
-def _p(p: float | None) -> str:
-    return "–" if p is None else "<\u00a00.001" if p < 0.001 else f"=\u00a0{p:.3f}"
-
-
 def _score_table(entries: Sequence[Entry]) -> Html:
-    names = list(dict.fromkeys(name for entry in entries for name in entry.get("summary", {}).get("components", {})))
-    columns = ["", "n", *(readable(name) for name in names), "reward", "vs previous"]
-    return table(columns, (_score_row(entry, names) for entry in entries), "Scores, with 95 % bootstrap intervals")
+    names = dict.fromkeys(name for entry in entries for name in _scores(entry) if name != "reward")
+    columns = ["", "n", *map(readable, names), "reward", "vs previous"]
+    return table(columns, (_score_row(entry, [*names, "reward"]) for entry in entries), "Scores, with 95 % intervals")
 
 
 def _score_row(entry: Entry, names: Sequence[str]) -> list[Any]:
-    summary = entry.get("summary", {})
-    components = summary.get("components", {})
-    paired = entry.get("paired") or {}
-    against: Any = "–"
+    scores, paired = _scores(entry), entry.get("paired") or {}
+    against: Any = DASH
     if paired.get("diff") is not None:
-        text = f"{100 * paired['diff']:+.1f} [{100 * paired['low']:.1f}, {100 * paired['high']:.1f}]"
-        against = join([text, h("small", f"vs {paired.get('against') or 'previous'}, p {_p(paired.get('p'))}")])
-    return [
-        entry.get("label", "?"),
-        summary.get("num_counted", "–"),
-        *(_interval(components.get(name)) for name in names),
-        _interval(summary.get("reward")),
-        against,
-    ]
+        text, low, high = difference(paired)
+        against = join([f"{text} [{low}, {high}]", h("small", _against(paired))])
+    count = (entry.get("summary") or {}).get("num_counted", DASH)
+    return [entry.get("label", "?"), count, *(_cell(scores.get(name)) for name in names), against]
 
 
 def _cost_table(entries: Sequence[Entry]) -> Html:
     columns = ["", "turns", "tool calls", "invalid", "repeated", "sampled tokens", "truncated", "recovered", "errored"]
-    return table(columns, (_cost_row(entry) for entry in entries), "Behaviour, means of a trajectory")
+    return table(columns, map(_cost_row, entries), "Behaviour, means of a trajectory")
 
 
 def _cost_row(entry: Entry) -> list[Any]:
-    summary = entry.get("summary", {})
-    costs, recovery = summary.get("costs", {}), summary.get("recovery") or {}
-    recovered: Any = "–"
-    if recovery.get("n"):
-        recovered = join([_share(recovery["mean"]), h("small", f"of {recovery['n']}")])
-    means = [number((costs.get(name) or {}).get("mean")) for name in ("turns", "tool_calls", "sampled_tokens")]
-    return [
-        entry.get("label", "?"),
-        means[0],
-        means[1],
-        _share(summary.get("invalid_call_frac")),
-        _share(summary.get("duplicate_call_frac")),
-        means[2],
-        _share(summary.get("truncated_frac")),
-        recovered,
-        summary.get("outcomes", {}).get("errored", 0),
-    ]
+    summary = entry.get("summary") or {}
+    recovery = summary.get("recovery") or {}
+    turns, calls, tokens = (
+        number((summary.get("costs", {}).get(name) or {}).get("mean"))
+        for name in ("turns", "tool_calls", "sampled_tokens")
+    )
+    shares = [share(summary.get(f"{name}_frac")) for name in ("invalid_call", "duplicate_call", "truncated")]
+    recovered = _cell(recovery, f"of {recovery.get('n')}")
+    errored = summary.get("outcomes", {}).get("errored", 0)
+    return [entry.get("label", "?"), turns, calls, *shares[:2], tokens, shares[2], recovered, errored]
 
 
 def _figure(entries: Sequence[Entry]) -> Html:
     rows = []
     for entry in entries:
-        strict, lenient = component(entry, STRICT), component(entry, LENIENT)
-        if strict is not None:
-            mean = lenient["mean"] if lenient else None
-            rows.append(MatchRow(str(entry.get("label", "?")), strict["mean"], strict["low"], strict["high"], mean))
+        scores = _scores(entry)
+        if strict := scores.get("strict_match"):
+            lenient = scores.get("exact_match", {}).get("mean")
+            rows.append(MatchRow(str(entry.get("label", "?")), strict["mean"], strict["low"], strict["high"], lenient))
     return match_figure(rows) if rows else Html("")
 
 
-def _by_tag(entries: Sequence[Entry]) -> Html | None:
+def _by_tag(entries: Sequence[Entry]) -> Html:
     """One table a tag (kind, hops, ...): a row a value, a column an evaluation."""
-    tags = list(dict.fromkeys(tag for entry in entries for tag in entry.get("summary", {}).get("by_tag", {})))
-    tables = [_tag_table(tag, entries) for tag in tags]
-    return h("div", *tables, class_="grid2") if tables else None
+    by_entry = [(entry.get("summary") or {}).get("by_tag", {}) for entry in entries]
+    tables = [_tag_table(tag, entries, by_entry) for tag in dict.fromkeys(tag for tags in by_entry for tag in tags)]
+    return h("div", *tables, class_="grid2") if any(tables) else Html("")
 
 
-def _tag_table(tag: str, entries: Sequence[Entry]) -> Html:
-    by_entry = [entry.get("summary", {}).get("by_tag", {}).get(tag, {}) for entry in entries]
-    values = sorted({value for found in by_entry for value in found})
-    title = main_score(entries[-1])[0]
-    rows = [[value, *(_tag_cell(found.get(value, {})) for found in by_entry)] for value in values]
-    labels = [entry.get("label", "?") for entry in entries]
-    return h("div", h("h3", f"By {tag}"), table([tag, *labels], rows, f"{title}, by {tag}"), class_="card")
+def _tag_table(tag: str, entries: Sequence[Entry], by_entry: Sequence[Mapping[str, Any]]) -> Html:
+    values = sorted({value for tags in by_entry for value in tags.get(tag, {})})
+    if len(values) > MAX_TAG_VALUES:
+        return Html("")
+    rows = [[value, *(_tag_cell(tags.get(tag, {}).get(value, {})) for tags in by_entry)] for value in values]
+    columns = [tag, *(entry.get("label", "?") for entry in entries)]
+    caption = f"{readable(_main(_scores(entries[-1])))}, by {tag}"
+    return h("div", h("h3", f"By {tag}"), table(columns, rows, caption), class_="card")
 
 
 def _tag_cell(scores: Mapping[str, Any]) -> Html:
-    found = next((scores[name] for name in (*STRICT, *LENIENT, "reward") if (scores.get(name) or {}).get("n")), None)
-    if found is None:
-        return escape("–")
-    width = max(0.0, min(100.0, 100 * found["mean"]))
-    meter = h("span", h("i", style=f"width:{width:.1f}%"), class_="meter", aria_hidden="true")
-    return join([_share(found["mean"]), h("small", f"n = {found['n']}"), meter])
+    scored = {name: score for name, score in scores.items() if score and score.get("n")}
+    found = scored.get(_main(scored))
+    cell = _cell(found, f"n = {found['n']}" if found else None)
+    if not found or found["low"] < 0 or found["high"] > 1:
+        return cell
+    return join(
+        [cell, h("span", h("i", style=f"width:{100 * found['mean']:.1f}%"), class_="meter", aria_hidden="true")]
+    )

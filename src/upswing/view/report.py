@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from upswing.view import curves, examples, headline
-from upswing.view.examples import example_entry, example_from, write_examples
 from upswing.view.html import Html, h, join, table
 from upswing.view.run_folder import (
     ENVIRONMENT,
@@ -28,82 +26,74 @@ from upswing.view.run_folder import (
     RECIPE,
     REPORT,
     RESULTS,
-    json_safe,
     read_json,
     read_json_lines,
     replace_file,
+    write_json,
 )
-
-__all__ = ["example_entry", "example_from", "write_examples", "write_report", "write_results"]
+from upswing.view.text import DASH, number
 
 MAX_EVENTS = 200
 
 
 def write_results(run_dir: Path, results: Sequence[Mapping[str, Any]]) -> Path:
     """Write `results.json` atomically: entries as made by `upswing.evals.summary.result_entry`, in order."""
-    path = Path(run_dir) / RESULTS
-    replace_file(path, json.dumps(json_safe(results), ensure_ascii=False))
-    return path
+    return write_json(Path(run_dir) / RESULTS, results)
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run folder and return its path. Missing or broken inputs leave gaps, not errors."""
-    run_dir = Path(run_dir)
-    sections = [(name, key, body) for name, key, body in _sections(run_dir) if body]
-    # A lone surrogate, which JSON can hold, has no UTF-8 form.
-    page = _page(run_dir, sections).encode("utf-8", "replace").decode("utf-8")
-    path = run_dir / REPORT
-    replace_file(path, page)
+    path = Path(run_dir) / REPORT
+    replace_file(path, _page(path.parent))
     return path
 
 
-def _sections(run_dir: Path) -> list[tuple[str, str, Html]]:
-    """(name in the navigation, anchor, content) of every section, in reading order."""
-    results = _dicts(read_json(run_dir / RESULTS))
-    metrics = read_json_lines(run_dir / METRICS)
-    shown = _dicts(read_json(run_dir / EXAMPLES))
+def _sections(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Html]]:
+    """(name in the navigation, heading, content) of every section that has one, in reading order."""
+    results, shown = (_dicts(read_json(run_dir / name)) for name in (RESULTS, EXAMPLES))
     recovery = [example for example in shown if example.get("kind") == "recovery"]
     others = [example for example in shown if example.get("kind") != "recovery"]
-    return [
-        ("Results", "results", headline.render(results)),
-        ("Graduation", "graduation", _graduation(metrics)),
-        ("Curves", "curves", curves.render(metrics)),
-        ("Recovery", "recovery", _example_list(recovery)),
-        ("Examples", "examples", _example_list(others)),
-        ("Findings", "findings", _findings(run_dir)),
-        ("Run", "run", _run(run_dir)),
+    sections: list[tuple[str, str, Callable[[], Html]]] = [
+        ("Results", "Results", lambda: headline.render(results)),
+        ("Graduation", "Did SFT graduate?", lambda: _graduation(metrics)),
+        ("Curves", "Curves", lambda: curves.render(metrics)),
+        ("Recovery", "Recovery: the first search fails, the agent searches differently", lambda: _examples(recovery)),
+        ("Examples", "Before and after, on the same task", lambda: _examples(others)),
+        ("Findings", "Findings and warnings", lambda: _findings(run_dir)),
+        ("Run", "About this run", lambda: _run(run_dir)),
     ]
+    return [(name, heading, body) for name, heading, render in sections if (body := _guarded(render))]
+
+
+def _guarded(render: Callable[[], Html]) -> Html:
+    """A section, or why there is none: files that others wrote must not cost the rest of the page."""
+    try:
+        return render()
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as problem:
+        text = f"This part of the run's files can't be shown ({type(problem).__name__}: {problem})."
+        return h("p", text, class_="card muted")
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-_TITLES = {
-    "results": "Results",
-    "graduation": "Did SFT graduate?",
-    "curves": "Curves",
-    "recovery": "Recovery: the first search fails, the agent searches differently",
-    "examples": "Before and after, on the same task",
-    "findings": "Findings and warnings",
-    "run": "About this run",
-}
-
-
-def _page(run_dir: Path, sections: Sequence[tuple[str, str, Html]]) -> str:
+def _page(run_dir: Path) -> str:
+    metrics = read_json_lines(run_dir / METRICS)
+    sections = _sections(run_dir, metrics)
     style, script = (_packaged(name) for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    name = run_dir.resolve().name
+    title = run_dir.resolve().name
     head = h(
         "head",
         h("meta", charset="utf-8"),
         h("meta", http_equiv="Content-Security-Policy", content=policy),
         h("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        h("title", f"{name} – Upswing report"),
+        h("title", f"{title} – Upswing report"),
         h("style", Html(style)),
     )
-    links = (h("a", title, href=f"#{key}") for title, key, _ in sections)
+    links = (h("a", name, href=f"#{name.lower()}") for name, _, _ in sections)
     bar = h(
         "div",
         h("div", h("b", "Upswing"), h("nav", *links, aria_label="Sections"), h("button", "Light / dark", id="theme")),
@@ -112,9 +102,9 @@ def _page(run_dir: Path, sections: Sequence[tuple[str, str, Html]]) -> str:
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     main = h(
         "main",
-        h("h1", name),
-        h("p", _subtitle(run_dir), class_="muted"),
-        *(h("section", h("h2", _TITLES[key]), body, id=key) for _, key, body in sections),
+        h("h1", title),
+        h("p", _subtitle(metrics), class_="muted"),
+        *(h("section", h("h2", heading), body, id=name.lower()) for name, heading, body in sections),
         h("footer", f"Written {written} by Upswing from the files of this run folder."),
         id="main",
     )
@@ -134,8 +124,7 @@ def _packaged(name: str) -> str:
     return resources.files("upswing.view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _subtitle(run_dir: Path) -> str:
-    rows = read_json_lines(run_dir / METRICS)
+def _subtitle(rows: Sequence[Mapping[str, Any]]) -> str:
     times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
     stages = list(dict.fromkeys(str(row.get("stage")) for row in rows))
     parts = [f"Stages: {' → '.join(stages)}"] if stages else ["No metrics yet"]
@@ -154,7 +143,11 @@ def _graduation(rows: Sequence[Mapping[str, Any]]) -> Html:
 
 def _verdict(stage: str, row: Mapping[str, Any]) -> Html:
     known = {"stage", "step", "time", "graduated", "words"}
-    values = [[key.replace("_", " "), _cell(value)] for key, value in row.items() if key not in known]
+    values = [
+        [key.replace("_", " "), number(value) if isinstance(value, float) else DASH if value is None else value]
+        for key, value in row.items()
+        if key not in known
+    ]
     good = bool(row["graduated"])
     verdict = h("span", "graduated" if good else "not graduated", class_="chip " + ("good" if good else "bad"))
     return h(
@@ -166,39 +159,22 @@ def _verdict(stage: str, row: Mapping[str, Any]) -> Html:
     )
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else "–" if value is None else str(value)
-
-
-def _example_list(found: Sequence[Mapping[str, Any]]) -> Html:
+def _examples(found: Sequence[Mapping[str, Any]]) -> Html:
     if not found:
         return Html("")
-    legend = h(
-        "div",
-        h("span", h("span", "sampled by the agent", class_="sampled"), " (trained)", class_="entry"),
-        h(
-            "span",
-            h("span", h("span", "unlikely", class_="t low"), class_="sampled"),
-            " log-prob below −1.6",
-            class_="entry",
-        ),
-        h("span", h("span", "prompt and tool text", class_="given"), " (never trained)", class_="entry"),
-        h(
-            "span",
-            "Hover a token, or focus a text and use ← →, for its id, log-prob, turn and version.",
-            class_="entry",
-        ),
-        class_="legend tokens-key",
+    unlikely = h("span", h("span", "unlikely", class_="t low"), class_="sampled")
+    entries = (
+        [h("span", "sampled by the agent", class_="sampled"), " (trained)"],
+        [unlikely, " log-prob below −1.6"],
+        [h("span", "prompt and tool text", class_="given"), " (never trained)"],
+        ["Hover a token, or focus a text and use ← →, for its id, log-prob, turn and version."],
     )
-    return join([legend, *(examples.render_example(example) for example in found)])
+    legend = h("div", *(h("span", *entry, class_="entry") for entry in entries), class_="legend tokens-key")
+    return join([legend, *map(examples.render_example, found)])
 
 
 def _findings(run_dir: Path) -> Html:
-    rows = read_json_lines(run_dir / FINDINGS)
-    items = [_finding(row) for row in rows]
-    items += [
-        h("li", h("span", level, class_="chip warn"), " ", text) for level, text in _loud_events(run_dir / EVENTS)
-    ]
+    items = [_finding(row) for row in read_json_lines(run_dir / FINDINGS)] + _loud_events(run_dir / EVENTS)
     if not items:
         return h("p", "None recorded.", class_="card muted")
     return h("div", h("ul", *items, class_="findings"), class_="card")
@@ -218,16 +194,13 @@ def _finding(row: Mapping[str, Any]) -> Html:
     )
 
 
-def _loud_events(path: Path) -> list[tuple[str, str]]:
-    """(level, text) of the warnings and errors in `events.log`, the last `MAX_EVENTS` of them."""
-    if not path.exists():
-        return []
+def _loud_events(path: Path) -> list[Html]:
+    """The warnings and errors in `events.log`, the last `MAX_EVENTS` of them."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        stamp, _, rest = line.partition(" ")
-        level, _, text = rest.partition(" ")
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        stamp, level, text = (*line.split(" ", 2), "", "")[:3]
         if level in ("warning", "error"):
-            found.append((level, f"{text} ({stamp})"))
+            found.append(h("li", h("span", level, class_="chip warn"), f" {text} ({stamp})"))
     return found[-MAX_EVENTS:]
 
 
@@ -235,8 +208,8 @@ def _run(run_dir: Path) -> Html:
     parts: list[Html] = []
     environment = read_json(run_dir / ENVIRONMENT)
     if isinstance(environment, dict):
-        rows = [[key, value] for key, value in _flat(environment)]
-        parts.append(h("div", h("h3", "Environment"), table(["", ""], rows, class_="text"), class_="card"))
+        values = table(["", ""], _flat(environment), class_="text")
+        parts.append(h("div", h("h3", "Environment"), values, class_="card"))
     recipe = run_dir / RECIPE
     if recipe.exists():
         text = recipe.read_text(encoding="utf-8", errors="replace")

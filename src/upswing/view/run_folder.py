@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file so that a reader, or a kill, sees the old one or the new one."""
+    """Write a whole file so that a reader, or a kill, sees the old one or the new one.
+
+    A lone surrogate, which a model's JSON can hold and UTF-8 can't, is written as `\\ud800`: in JSON that is the same.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -73,6 +73,12 @@ def replace_file(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """Write a JSON file atomically and return its path."""
+    replace_file(path, json.dumps(json_safe(value), ensure_ascii=False))
+    return path
 
 
 def read_json(path: Path) -> Any:
