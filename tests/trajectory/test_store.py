@@ -179,6 +179,10 @@ def test_wrong_types_names_and_damage_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="step -1 is negative"):
         store.append("rl", -1, [])
     path = store.append("rl", 0, [FULL])
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ConfigError, match=r"rl-000000\.jsonl\.gz is damaged"):
-        list(store.read())
+    whole = path.read_bytes()
+    for torn in (b"", whole[:5], whole[:-20], whole[:-1], whole[:40] + b"x" + whole[41:], gzip.compress(b"[]\n")):
+        path.write_bytes(torn)
+        with pytest.raises(ConfigError, match=r"rl-000000\.jsonl\.gz is damaged"):
+            list(store.read())
+    store.append("rl", 0, [FULL])
+    assert same(next(store.read()).trajectory, FULL)

@@ -10,36 +10,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from upswing.errors import ConfigError, InvalidTrajectory
 from upswing.trajectory.render import PROBE, ChatRenderer
 from upswing.trajectory.types import Branch, DriftEvent, Message
+from upswing.trajectory.validate import DTYPES
+
+if TYPE_CHECKING:
+    from upswing.engine.base import Completion
 
 
-class Sampled(Protocol):
-    """What is read of an engine's `Completion`: three sequences with one entry a sampled token."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    @property
-    def engine_logprobs(self) -> tuple[float, ...]: ...
-    @property
-    def policy_version(self) -> tuple[int, ...]: ...
-
-
-@dataclass(kw_only=True)
 class _Tokens:
-    """A branch that still grows: five lists of one length T."""
+    """A branch that still grows: five lists of one length T, in the order of DTYPES."""
 
-    tokens: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    engine_logprobs: list[float] = field(default_factory=list)
-    policy_version: list[int] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in DTYPES}
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._columns["tokens"]
 
     def extend(
         self,
@@ -47,33 +39,18 @@ class _Tokens:
         turn: int,
         *,
         sampled: bool = False,
-        engine_logprobs: Sequence[float] | None = None,
-        policy_version: Sequence[int] | None = None,
+        engine_logprobs: Sequence[float] = (),
+        policy_version: Sequence[int] = (),
     ) -> None:
         """Append tokens of one turn. Without log-probs and versions they are NaN and -1."""
         count = len(tokens)
-        self.tokens.extend(tokens)
-        self.sampled.extend([sampled] * count)
-        self.engine_logprobs.extend([math.nan] * count if engine_logprobs is None else engine_logprobs)
-        self.policy_version.extend([-1] * count if policy_version is None else policy_version)
-        self.turn.extend([turn] * count)
+        logprobs, versions = engine_logprobs or [math.nan] * count, policy_version or [-1] * count
+        new = (tokens, [sampled] * count, logprobs, versions, [turn] * count)
+        for column, values in zip(self._columns.values(), new, strict=True):
+            column.extend(values)
 
     def freeze(self) -> Branch:
-        return Branch(
-            tokens=np.array(self.tokens, dtype=np.int32),
-            sampled=np.array(self.sampled, dtype=np.bool_),
-            engine_logprobs=np.array(self.engine_logprobs, dtype=np.float32),
-            policy_version=np.array(self.policy_version, dtype=np.int32),
-            turn=np.array(self.turn, dtype=np.int16),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Checkpoint:
-    """A prompt that the model saw: the first `num_chars` of the rendered text are the first `num_tokens` held ids."""
-
-    num_chars: int
-    num_tokens: int
+        return Branch(**{name: np.array(column, dtype=DTYPES[name]) for name, column in self._columns.items()})
 
 
 class Conversation:
@@ -105,13 +82,16 @@ class Conversation:
         self._guarded = [renderer.guard_message(message) for message in messages]
         self._closed: list[Branch] = []
         self._current = _Tokens()
-        self._checkpoints: list[_Checkpoint] = []
+        self._checkpoints: list[tuple[int, int]] = []
+        """Prompts that the model saw: (characters of rendered text, the number of held ids that they are)."""
         self._drift: list[DriftEvent] = []
         self._num_turns = 0
         self._awaits_messages = False
         self._newest_ids: tuple[int, ...] = ()
         self._prompt_text = ""
-        self._start_branch(self._render())
+        full = self._render()
+        self._current.extend(renderer.encode(full), 0)
+        self._mark_prompt(full)
 
     # -- what is read -------------------------------------------------------------------------------------------------
 
@@ -151,7 +131,7 @@ class Conversation:
 
     # -- what is added ------------------------------------------------------------------------------------------------
 
-    def add_completion(self, completion: Sampled) -> str:
+    def add_completion(self, completion: Completion) -> str:
         """Append what the engine sampled; -> its text for the environment, less a final end-of-turn token.
 
         Raises InvalidTrajectory when ids, log-probs and versions differ in number.
@@ -168,13 +148,7 @@ class Conversation:
             self._note("retokenised", forked=False, detail="the sampled ids aren't how the tokenizer splits their text")
         content = completion.tokens[:-1] if self.ended(completion.tokens) else completion.tokens
         text, guarded = self._renderer.text_of_sampled(content)
-        self._add_turn(
-            text,
-            guarded,
-            completion.tokens,
-            engine_logprobs=completion.engine_logprobs,
-            policy_version=completion.policy_version,
-        )
+        self._add_turn(text, guarded, completion.tokens, completion.engine_logprobs, completion.policy_version)
         return text
 
     def add_expert(self, text: str) -> None:
@@ -197,7 +171,7 @@ class Conversation:
         self._guarded.extend(guarded)
         full = self._render()
         middle = _between(full, self._prompt_text, tail) if tail is not None else None
-        if tail is None or middle is None or not _same_but_spaces(middle, newest.content):
+        if tail is None or middle is None or "".join(middle.split()) != "".join(newest.content.split()):
             self._fork("template", full, "the template writes earlier messages differently now")
         else:
             if middle != newest.content:
@@ -229,9 +203,8 @@ class Conversation:
         text: str,
         guarded: str,
         tokens: Sequence[int],
-        *,
-        engine_logprobs: Sequence[float] | None = None,
-        policy_version: Sequence[int] | None = None,
+        engine_logprobs: Sequence[float] = (),
+        policy_version: Sequence[int] = (),
     ) -> None:
         self._messages.append(Message(role="assistant", content=text))
         self._guarded.append(Message(role="assistant", content=guarded))
@@ -273,12 +246,6 @@ class Conversation:
         ending = self._renderer.end_of_turn_text
         return (tail[len(ending) :] if tail.startswith(ending) else tail), False
 
-    def _start_branch(self, full: str) -> None:
-        self._current = _Tokens()
-        self._current.extend(self._renderer.encode(full), self._num_turns)
-        self._checkpoints = []
-        self._mark_prompt(full)
-
     def _fork(self, kind: str, full: str, detail: str) -> None:
         """Close the current branch and open one for `full`, reusing the held ids of the longest prompt it begins with.
 
@@ -287,19 +254,17 @@ class Conversation:
         self._note(kind, forked=True, detail=detail)
         previous, seen = self._current, self._prompt_text
         self._closed.append(previous.freeze())
-        shared = [point for point in self._checkpoints if full.startswith(seen[: point.num_chars])]
-        if not shared:
-            self._start_branch(full)
-            return
+        shared = [point for point in self._checkpoints if full.startswith(seen[: point[0]])]
+        num_chars, num_tokens = shared[-1] if shared else (0, 0)
         self._current = _Tokens()
-        self._current.extend(previous.tokens[: shared[-1].num_tokens], self._num_turns)
-        self._current.extend(self._renderer.encode(full[shared[-1].num_chars :]), self._num_turns)
+        self._current.extend(previous.tokens[:num_tokens], self._num_turns)
+        self._current.extend(self._renderer.encode(full[num_chars:]), self._num_turns)
         self._checkpoints = shared
         self._mark_prompt(full)
 
     def _mark_prompt(self, full: str) -> None:
         self._prompt_text = full
-        self._checkpoints.append(_Checkpoint(num_chars=len(full), num_tokens=self.num_tokens))
+        self._checkpoints.append((len(full), self.num_tokens))
 
 
 def _between(full: str, start: str, end: str) -> str | None:
@@ -307,8 +272,3 @@ def _between(full: str, start: str, end: str) -> str | None:
     if len(start) + len(end) > len(full) or not full.startswith(start) or not full.endswith(end):
         return None
     return full[len(start) : len(full) - len(end)]
-
-
-def _same_but_spaces(left: str, right: str) -> bool:
-    """True when two texts differ in white space only."""
-    return left == right or "".join(left.split()) == "".join(right.split())

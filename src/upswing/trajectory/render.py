@@ -105,7 +105,11 @@ class ChatRenderer:
         return macro + text
 
     def guard(self, text: str) -> str:
-        """`text` with every special token that it spells broken up. Guarding twice changes nothing."""
+        """`text` with every special token that it spells broken up. Guarding twice changes nothing.
+
+        What can't be tokenised or would be mistaken for the renderer's own marks goes: lone surrogates become `?`.
+        """
+        text = text.replace(PROBE, BREAK).encode("utf-8", "replace").decode("utf-8")
         return self._guard_pattern.sub(lambda match: match.group(1) + BREAK, text)
 
     def guard_message(self, message: Message) -> Message:

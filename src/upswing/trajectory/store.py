@@ -35,10 +35,8 @@ from upswing.trajectory.types import (
 )
 from upswing.trajectory.validate import DTYPES
 
-_SUFFIX = ".jsonl.gz"
-_SHARD = re.compile(r"(?P<stage>[A-Za-z0-9][A-Za-z0-9_.\-]*)-(?P<step>\d{6,})\.jsonl\.gz")
-_STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
-_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf}
+_STAGE = r"[A-Za-z0-9][A-Za-z0-9_.\-]*"
+_SHARD = re.compile(rf"(?P<stage>{_STAGE})-(?P<step>\d{{6,}})\.jsonl\.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +95,11 @@ class TrajectoryStore:
         return len(late)
 
     def _path(self, stage: str, step: int) -> Path:
-        if not _STAGE.fullmatch(stage):
+        if not re.fullmatch(_STAGE, stage):
             raise ConfigError(f"stage name '{stage}' can't be a file name; allowed: letters, digits, '_', '-' and '.'")
         if step < 0:
             raise ConfigError(f"step {step} is negative; steps count from 0")
-        return self.folder / f"{stage}-{step:06d}{_SUFFIX}"
+        return self.folder / f"{stage}-{step:06d}.jsonl.gz"
 
 
 def _write_atomically(target: Path, data: bytes) -> None:
@@ -122,12 +120,12 @@ def _write_atomically(target: Path, data: bytes) -> None:
 
 def _read_shard(path: Path) -> Iterator[StoredTrajectory]:
     try:
+        if not path.stat().st_size:
+            raise EOFError("it is empty")
         with gzip.open(path, "rt", encoding="ascii") as file:
-            for line in file:
-                record = json.loads(line)
-                yield StoredTrajectory(
-                    stage=record["stage"], step=record["step"], trajectory=_from_json(record["trajectory"])
-                )
+            for record in map(json.loads, file):
+                trajectory = _from_json(record["trajectory"])
+                yield StoredTrajectory(stage=record["stage"], step=record["step"], trajectory=trajectory)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is damaged ({type(error).__name__}: {error}); remove it or restore a copy"
@@ -151,9 +149,7 @@ def _to_line(stage: str, step: int, trajectory: Trajectory) -> str:
 def _plain(value: Any, where: str) -> Any:
     """A JSON value: dataclasses and mappings become objects, tuples lists, numbers that aren't finite null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            item.name: _plain(getattr(value, item.name), f"{where}.{item.name}") for item in dataclasses.fields(value)
-        }
+        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -164,10 +160,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, bool | int):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
         return value
     raise TypeError(f"{where.lstrip('.')} is a {type(value).__name__}")
 
@@ -183,17 +177,14 @@ def _branch_to_json(trajectory_id: str, branch: Branch) -> dict[str, Any]:
     return {
         "tokens": branch.tokens.tolist(),
         "sampled": _runs(branch.sampled.astype(np.int64)),
-        "engine_logprobs": [_float_to_json(value) for value in branch.engine_logprobs.tolist()],
+        # NaN is null; an infinity, which the validator refuses but a debugger may want to see, is text.
+        "engine_logprobs": [
+            value if math.isfinite(value) else None if math.isnan(value) else str(value)
+            for value in branch.engine_logprobs.tolist()
+        ],
         "policy_version": _runs(branch.policy_version),
         "turn": _runs(branch.turn),
     }
-
-
-def _float_to_json(value: float) -> float | str | None:
-    """NaN is null; an infinity, which the validator refuses but a debugger may want to see, is text."""
-    if math.isfinite(value):
-        return value
-    return None if math.isnan(value) else str(value)
 
 
 def _runs(values: np.ndarray[Any, Any]) -> list[list[int]]:
@@ -210,23 +201,20 @@ def _runs(values: np.ndarray[Any, Any]) -> list[list[int]]:
 
 
 def _from_json(record: Mapping[str, Any]) -> Trajectory:
-    fields = dict(record)
-    score = fields["score"]
-    return Trajectory(
-        **{
-            **fields,
-            "task": _task(fields["task"]),
-            "branches": tuple(_branch(item) for item in fields["branches"]),
-            "messages": tuple(Message(**item) for item in fields["messages"]),
-            "outcome": Outcome(fields["outcome"]),
-            "stop_reason": StopReason(fields["stop_reason"]),
-            "tool_records": tuple(
-                ToolRecord(**{**item, "call": ToolCall(**item["call"])}) for item in fields["tool_records"]
-            ),
-            "score": None if score is None else Score(**score),
-            "drift": tuple(DriftEvent(**item) for item in fields["drift"]),
-        }
-    )
+    score = record["score"]
+    read = {
+        "task": _task(record["task"]),
+        "branches": tuple(_branch(item) for item in record["branches"]),
+        "messages": tuple(Message(**item) for item in record["messages"]),
+        "outcome": Outcome(record["outcome"]),
+        "stop_reason": StopReason(record["stop_reason"]),
+        "tool_records": tuple(
+            ToolRecord(**{**item, "call": ToolCall(**item["call"])}) for item in record["tool_records"]
+        ),
+        "score": None if score is None else Score(**score),
+        "drift": tuple(DriftEvent(**item) for item in record["drift"]),
+    }
+    return Trajectory(**{**record, **read})
 
 
 def _task(record: Mapping[str, Any]) -> Task:
@@ -235,7 +223,7 @@ def _task(record: Mapping[str, Any]) -> Task:
 
 
 def _branch(record: Mapping[str, Any]) -> Branch:
-    logprobs = [math.nan if value is None else _NOT_FINITE.get(value, value) for value in record["engine_logprobs"]]
+    logprobs = [math.nan if value is None else float(value) for value in record["engine_logprobs"]]
     return Branch(
         tokens=np.array(record["tokens"], dtype=np.int32),
         sampled=_unrun(record["sampled"], np.dtype(np.bool_)),
