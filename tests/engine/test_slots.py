@@ -10,9 +10,9 @@ def seq(*parts: range | list[int]) -> np.ndarray:
 
 
 def fill(table: SlotTable, tokens: np.ndarray, session: str | None) -> int:
-    placed = table.place(tokens, session)
-    placed.slot.tokens = tokens
-    return placed.slot.index
+    slot, _, _ = table.place(tokens, session)
+    slot.tokens = tokens
+    return slot.index
 
 
 def test_common_prefix() -> None:
@@ -25,9 +25,9 @@ def test_common_prefix() -> None:
 def test_copies_from_a_busy_slot_and_leaves_the_last_token() -> None:
     table = SlotTable(4)
     fill(table, seq(range(30)), "a")
-    placed = table.place(seq(range(30)), "b")
-    assert placed.source is table.slots[0]
-    assert (placed.slot.index, placed.kept, placed.shared) == (1, 0, 29)
+    slot, source, shared = table.place(seq(range(30)), "b")
+    assert source is table.slots[0]
+    assert (slot.index, slot.length, shared) == (1, 0, 29)
 
 
 def test_a_free_slot_with_the_prefix_is_used_in_place() -> None:
@@ -36,16 +36,15 @@ def test_a_free_slot_with_the_prefix_is_used_in_place() -> None:
         fill(table, seq(range(start, start + 30)), None)
     table.done(table.slots[0], keep_for=None)
     table.done(table.slots[1], keep_for=None)
-    placed = table.place(seq(range(20), [7]), None)
-    assert (placed.slot.index, placed.kept, placed.source) == (1, 20, None)
-    assert placed.slot.length == 20
+    slot, source, shared = table.place(seq(range(20), [7]), None)
+    assert (slot.index, slot.length, source, shared) == (1, 20, None, 20)
 
 
 def test_short_prefixes_are_not_copied() -> None:
     table = SlotTable(4)
     fill(table, seq(range(30)), "a")
-    placed = table.place(seq(range(5), range(100, 120)), "b")
-    assert placed.source is None and placed.shared == 0
+    _, source, shared = table.place(seq(range(5), range(100, 120)), "b")
+    assert source is None and shared == 0
 
 
 def test_own_slot_is_topped_up_from_a_better_prefix() -> None:
@@ -53,9 +52,9 @@ def test_own_slot_is_topped_up_from_a_better_prefix() -> None:
     fill(table, seq(range(10), range(50, 60)), "a")
     table.done(table.slots[0], keep_for="a")
     fill(table, seq(range(40)), "b")
-    placed = table.place(seq(range(35)), "a")
-    assert placed.source is table.slots[1]
-    assert (placed.slot.index, placed.kept, placed.shared) == (0, 10, 34)
+    slot, source, shared = table.place(seq(range(35)), "a")
+    assert source is table.slots[1]
+    assert (slot.index, slot.length, shared) == (0, 10, 34)
 
 
 def test_the_session_idle_longest_is_evicted_and_busy_ones_never() -> None:
@@ -65,8 +64,8 @@ def test_the_session_idle_longest_is_evicted_and_busy_ones_never() -> None:
     assert not table.has_room()
     table.done(table.slots[2], keep_for="s2")
     table.done(table.slots[1], keep_for="s1")
-    placed = table.place(seq(range(900, 920)), "new")
-    assert placed.slot.index == 2 and placed.slot.session == "new"
+    slot, _, _ = table.place(seq(range(900, 920)), "new")
+    assert slot.index == 2 and slot.session == "new"
     assert table.evictions == 1
     table.release("s1")
     assert fill(table, seq([5, 6]), None) == 1

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -79,8 +80,9 @@ def test_wrong_names_get_one_clear_line(folder: Path, spec: str, message: str) -
 
 def test_folder_of_models_names_the_last_one(folder: Path) -> None:
     (folder.parent / "runs").mkdir()
-    folder.rename(folder.parent / "runs" / "step-8")
-    with pytest.raises(ModelNotFound, match="did you mean 'runs/step-8'"):
+    shutil.copytree(folder, folder.parent / "runs" / "step-8")
+    folder.rename(folder.parent / "runs" / "step-10")
+    with pytest.raises(ModelNotFound, match="did you mean 'runs/step-10'"):
         resolve_model("runs")
 
 

@@ -78,8 +78,7 @@ class _Run:
     inside: torch.Tensor | None
     """Index of each row within `slots`; None when the slots have no gaps."""
     mask: torch.Tensor
-    """[slots, 1, 1, T] additive."""
-    length: int
+    """[slots, 1, 1, T] additive; T is the longest row's length."""
 
 
 class CachedAttention:
@@ -94,19 +93,18 @@ class CachedAttention:
         singles = [segment for segment in segments if segment.count == 1]
         self._single_offset = sum(segment.count for segment in self._long)
         like = cache.keys[0]
-        counts = torch.tensor([segment.count for segment in segments])
-        slots = torch.tensor([segment.slot for segment in segments])
-        self._slots = slots.repeat_interleave(counts).to(like.device)
+        slots = [segment.slot for segment in segments for _ in range(segment.count)]
+        self._slots = torch.tensor(slots, device=like.device)
         positions = [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
-        self._positions = torch.cat(positions).to(like.device)
+        self.positions_N = torch.cat(positions).to(like.device)
         self._runs = [_make_run(rows, singles, like) for rows in _split_runs([segment.slot for segment in singles])]
         self._masks = {segment: _continuation_mask(segment, like) for segment in self._long}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._slots, :, self._positions] = k[0].transpose(0, 1)
-        values[self._slots, :, self._positions] = v[0].transpose(0, 1)
+        keys[self._slots, :, self.positions_N] = k[0].transpose(0, 1)
+        values[self._slots, :, self.positions_N] = v[0].transpose(0, 1)
         out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         for segment in self._long:
             self._attend_segment(layer, segment, q, scaling, out)
@@ -146,8 +144,8 @@ class CachedAttention:
             # A group's queries share their keys, so they stand as query positions of one key head.
             attended = F.scaled_dot_product_attention(
                 rows_q,
-                keys[run.slots, :, : run.length],
-                values[run.slots, :, : run.length],
+                keys[run.slots, :, : run.mask.shape[-1]],
+                values[run.slots, :, : run.mask.shape[-1]],
                 attn_mask=run.mask,
                 scale=scaling,
             )
@@ -170,14 +168,12 @@ def _make_run(rows: slice, singles: Sequence[Segment], like: torch.Tensor) -> _R
     lengths = torch.ones(count, dtype=torch.long)  # a gap's slot reads position 0, so that no row is all masked
     inside = torch.tensor([segment.slot - first for segment in held])
     lengths[inside] = torch.tensor([segment.start + 1 for segment in held])
-    longest = int(lengths.max())
-    mask = _additive(torch.arange(longest)[None, :] < lengths[:, None], like)
+    mask = _additive(torch.arange(int(lengths.max())) < lengths[:, None], like)
     return _Run(
         rows=rows,
         slots=slice(first, last + 1),
         inside=inside.to(like.device) if count > len(held) else None,
         mask=mask[:, None, None, :],
-        length=longest,
     )
 
 

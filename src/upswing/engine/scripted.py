@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ Line = str | Sequence[int] | BaseException
 Script = Sequence[Line] | Callable[[Sequence[int], Sampling, str | None], Line]
 
 
-@dataclass(frozen=True)
-class ScriptedCall:
+class ScriptedCall(NamedTuple):
     """One `generate` call as it arrived."""
 
     prompt: tuple[int, ...]

@@ -38,16 +38,6 @@ class Slot:
         return len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where a request goes: `slot` holds `kept` tokens of it; `source` has those up to `shared` to copy."""
-
-    slot: Slot
-    kept: int
-    source: Slot | None
-    shared: int
-
-
 class SlotTable:
     """All slots. New ones are made while there are fewer than `max_slots`, low numbers first."""
 
@@ -65,10 +55,12 @@ class SlotTable:
         """How many tokens of `sequence` are cached somewhere, the last one not counted."""
         return _longest(self.slots, sequence[:-1])[1]
 
-    def place(self, sequence: Int32T, session: str | None) -> Placement:
+    def place(self, sequence: Int32T, session: str | None) -> tuple[Slot, Slot | None, int]:
         """Take a slot for `sequence` and mark it busy. Only when there `has_room`.
 
-        At least the last token is left to compute, because its logits are what the first sampled token needs.
+        Returns it, holding what it has of the sequence already; a slot to copy more from, if any; and how many tokens
+        both have together. At least the last token is left to compute: its logits are what the first sampled token
+        needs.
         """
         source, shared = _longest(self.slots, sequence[:-1])
         slot, kept = _longest(self._idle(session), sequence[:-1]) if session is not None else (None, 0)
@@ -80,7 +72,7 @@ class SlotTable:
         if slot is source or shared < kept + MIN_SHARED:
             source, shared = None, kept
         slot.busy, slot.session, slot.tokens = True, session, sequence[:kept]
-        return Placement(slot, kept, source, shared)
+        return slot, source, shared
 
     def done(self, slot: Slot, *, keep_for: str | None) -> None:
         """The slot's request ended. `keep_for` a session: kept until released or evicted; None: free."""

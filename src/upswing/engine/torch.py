@@ -49,8 +49,8 @@ class _Request:
     sampling: Sampling
     session: str | None
     stop: StopChecker
-    future: asyncio.Future[Completion]
     rng: random.Random
+    future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     slot: Slot = field(default_factory=lambda: Slot(-1))
     """Until it runs an empty one that is not in the table."""
     tokens: list[int] = field(default_factory=list)
@@ -76,22 +76,21 @@ class _Request:
         self.entropy.append(entropy)
         self.policy_version.append(version)
         reason = self.stop.check(self.tokens)
-        if reason is not None:
-            self.finish_reason = reason
+        self.finish_reason = reason or FinishReason.CANCELLED
         return reason is not None
 
     def resolve(self) -> None:
         """Give the result to whoever awaits it. Event loop only."""
-        if not self.future.done():
-            self.future.set_result(
-                Completion(
-                    tokens=tuple(self.tokens),
-                    engine_logprobs=tuple(self.engine_logprobs),
-                    policy_version=tuple(self.policy_version),
-                    finish_reason=self.finish_reason,
-                    entropy=tuple(self.entropy),
-                )
-            )
+        if self.future.done():
+            return
+        completion = Completion(
+            tokens=tuple(self.tokens),
+            engine_logprobs=tuple(self.engine_logprobs),
+            policy_version=tuple(self.policy_version),
+            finish_reason=self.finish_reason,
+            entropy=tuple(self.entropy),
+        )
+        self.future.set_result(completion)
 
 
 class TorchEngine:
@@ -112,7 +111,6 @@ class TorchEngine:
         max_slots: int = 64,
         max_context: int | None = None,
         prefill_chunk: int = 1024,
-        version: int = 0,
     ) -> None:
         limit = int(model.config.max_position_embeddings)
         if max_context is not None and not 2 <= max_context <= limit:
@@ -125,7 +123,7 @@ class TorchEngine:
         self.tokenizer = tokenizer
         self.max_context = max_context or limit
         self.prefill_chunk = prefill_chunk
-        self.version = version
+        self.version = 0
         self.stats = EngineStats()
         self._slots = SlotTable(max_slots)
         self._cache = self._empty_cache()
@@ -159,11 +157,6 @@ class TorchEngine:
         speed_up_linears(held)
         return cls(held, tokenizer=tokenizer, **options)
 
-    @property
-    def num_running(self) -> int:
-        """Requests admitted or waiting."""
-        return len(self._requests)
-
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Sample one completion of `prompt`; see `Engine.generate`.
 
@@ -171,7 +164,7 @@ class TorchEngine:
         """
         self._check_open()
         loop = self._bind_loop()
-        request = self._new_request(prompt, sampling, session, loop)
+        request = self._new_request(prompt, sampling, session)
         self._requests.add(request)
         self._inbox.append(lambda: self._enqueue(request))
         if self._task is None:
@@ -237,9 +230,7 @@ class TorchEngine:
         async with self._lock:
             return await loop.run_in_executor(self._worker, action)
 
-    def _new_request(
-        self, prompt: Sequence[int], sampling: Sampling, session: str | None, loop: asyncio.AbstractEventLoop
-    ) -> _Request:
+    def _new_request(self, prompt: Sequence[int], sampling: Sampling, session: str | None) -> _Request:
         check_sampling(sampling)
         num_prompt = len(prompt)
         if num_prompt == 0:
@@ -261,7 +252,6 @@ class TorchEngine:
             sampling=sampling,
             session=session,
             stop=StopChecker(sampling, self.tokenizer),
-            future=loop.create_future(),
             rng=random.Random(sampling.seed),
         )
 
@@ -358,13 +348,12 @@ class TorchEngine:
         coming = self._prefix_being_computed(sequence)
         if coming and coming >= self._slots.longest_match(sequence) + MIN_SHARED:
             return False
-        placement = self._slots.place(sequence, request.session)
-        request.slot = placement.slot
+        request.slot, source, shared = self._slots.place(sequence, request.session)
         self._cache.reserve(len(self._slots.slots), request.length)
-        if placement.source is not None:
-            self._cache.copy_prefix(placement.source.index, request.slot.index, placement.kept, placement.shared)
-            request.slot.tokens = sequence[: placement.shared]
-        self.stats.cached_tokens += placement.shared
+        if source is not None:
+            self._cache.copy_prefix(source.index, request.slot.index, request.slot.length, shared)
+            request.slot.tokens = sequence[:shared]
+        self.stats.cached_tokens += shared
         self.stats.evictions = self._slots.evictions
         self._active.append(request)
         return True
@@ -403,11 +392,11 @@ class TorchEngine:
     def _forward(self, segments: Sequence[Segment], ids: Int32T, ends: Sequence[int]) -> torch.Tensor:
         """Logits [len(ends), V] at the packed indices `ends`; of the last token when there are none."""
         device = self.model.device
-        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in segments])
+        attention = CachedAttention(self._cache, segments)
         output = self.model(
             input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device),
-            position_ids=torch.from_numpy(positions)[None].to(device),
-            attention=CachedAttention(self._cache, segments),
+            position_ids=attention.positions_N[None],
+            attention=attention,
             use_cache=False,
             logits_to_keep=torch.tensor(ends or [len(ids) - 1], device=device),
         )
@@ -417,11 +406,10 @@ class TorchEngine:
     def _sample(self, ready: Sequence[_Request], logits_BV: torch.Tensor) -> list[_Request]:
         """Add a token to each ready request; returns those that ended."""
         sampled = sample(logits_BV, [r.sampling for r in ready], [r.rng.random() for r in ready])
-        finished = []
-        for row, request in enumerate(ready):
-            if request.add(sampled.tokens[row], sampled.logprobs[row], sampled.entropies[row], self.version):
-                self._leave(request, keep=True)
-                finished.append(request)
+        rows = zip(ready, sampled.tokens, sampled.logprobs, sampled.entropies, strict=True)
+        finished = [r for r, token, logprob, entropy in rows if r.add(token, logprob, entropy, self.version)]
+        for request in finished:
+            self._leave(request, keep=True)
         return finished
 
 
@@ -432,9 +420,9 @@ def _pack(batch: Iterable[tuple[_Request, int]]) -> tuple[list[Segment], Int32T,
     ends: list[int] = []
     offset = 0
     for request, count in batch:
-        slot = request.slot
-        segments.append(Segment(slot.index, slot.length, count, offset))
-        pieces.append(request.sequence[slot.length : slot.length + count])
+        start = request.slot.length
+        segments.append(Segment(request.slot.index, start, count, offset))
+        pieces.append(request.sequence[start : start + count])
         offset += count
         if count == request.num_pending:
             ends.append(offset - 1)

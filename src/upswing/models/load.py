@@ -207,8 +207,8 @@ def _looks_like_hub_id(spec: str) -> bool:
 def _checked_folder(folder: Path, spec: str) -> Path:
     """The folder, when it holds a Hugging Face model."""
     if not (folder / "config.json").is_file():
-        inside = [child.name for child in folder.iterdir() if (child / "config.json").is_file()]
-        hint = f"; did you mean '{folder / sorted(inside)[-1]}'?" if inside else ""
+        inside = [child for child in folder.iterdir() if (child / "config.json").is_file()]
+        hint = f"; did you mean '{max(inside, key=lambda child: (len(child.name), child.name))}'?" if inside else ""
         raise ModelNotFound(f"model '{spec}' is a folder without config.json{hint}")
     return folder
 
