@@ -80,9 +80,8 @@ def _group(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, _: Evidence) -
 
 
 def _reinforce(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
-    if stage.baseline == "batch":
-        return per_trajectory.reinforce(rewards_B, baseline="batch")
-    return per_trajectory.reinforce(rewards_B, baseline=evidence.moving_average or 0.0)
+    average = evidence.moving_average or 0.0  # none of it without a baseline, and before the first batch
+    return per_trajectory.reinforce(rewards_B, baseline="batch" if stage.baseline == "batch" else average)
 
 
 def _remax(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
@@ -93,8 +92,9 @@ def _remax(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evid
 def _gdpo(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
     """Each weighted verifier's score; unscored trajectories stay out of all of them."""
     names = list(evidence.weights)
-    found = [[_number(_component(t, name)) for name in names] for t in batch.trajectories]
-    scores_BK = torch.tensor(found, dtype=torch.float64)
+    found = [t.score.components if t.score else {} for t in batch.trajectories]
+    numbers = [[torch.nan if (x := parts.get(name)) is None else x for name in names] for parts in found]
+    scores_BK = torch.tensor(numbers, dtype=torch.float64)
     scores_BK[torch.isnan(rewards_B)] = torch.nan
     return per_trajectory.gdpo(scores_BK, batch.group_B, [evidence.weights[name] for name in names])
 
@@ -146,36 +146,26 @@ def _gae(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> T
 
 
 def _gigpo(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
-    keys, rewards, anchors = [], [], []
-    for number, trajectory in enumerate(batch.trajectories):
-        if torch.isnan(batch.rewards_B[number]):
-            continue
-        found = _turn_rewards(trajectory)
-        for turn, seen in enumerate(_observations(trajectory)):
-            outcome = float(batch.rewards_B[number]) if turn == len(found) - 1 else 0.0
-            keys.append((number, turn))
-            rewards.append(found[turn] + outcome)
-            anchors.append(seen)
+    steps, owner_S = _steps(batch)
+    for number, turn in steps:
+        if (number, turn + 1) not in steps:
+            steps[number, turn] += float(batch.rewards_B[number])
+    seen = [_observations(trajectory) for trajectory in batch.trajectories]
     advantages_S, mean_size = per_token.gigpo(
-        torch.tensor(rewards, dtype=torch.float64),
-        torch.tensor([number for number, _ in keys], dtype=torch.long),
-        anchors,
+        torch.tensor(list(steps.values()), dtype=torch.float64),
+        owner_S,
+        [seen[number][turn] for number, turn in steps],
         batch.group_B,
         omega=_or_one(stage.step_weight),
         gamma=_or_one(stage.gamma),
         normalize_std=bool(stage.normalize_std),
     )
-    spread_N = per_token.spread_turns(dict(zip(keys, advantages_S.tolist(), strict=True)), flat.sequence_N, flat.turn_N)
-    return spread_N, None, {"step_group_size": mean_size}
+    return _spread(steps, advantages_S, flat), None, {"step_group_size": mean_size}
 
 
 def _turn(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
-    called = {
-        (number, turn): _turn_rewards(trajectory)[turn]
-        for number, trajectory in enumerate(batch.trajectories)
-        for turn in {record.turn for record in trajectory.tool_records}
-        if turn < len(_turn_rewards(trajectory))
-    }
+    tools = [{record.turn for record in trajectory.tool_records} for trajectory in batch.trajectories]
+    called = {key: reward for key, reward in _steps(batch)[0].items() if key[1] in tools[key[0]]}
     advantages_N = per_token.mt_grpo(
         batch.rewards_B, batch.group_B, called, flat.sequence_N, flat.turn_N, turn_weight=_or_one(stage.step_weight)
     )
@@ -184,23 +174,17 @@ def _turn(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCr
 
 def _process(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
     """Outcome advantage plus the weighted advantage of the environment's step scores."""
-    keys, scores = [], []
-    for number, trajectory in enumerate(batch.trajectories):
-        if not torch.isnan(batch.rewards_B[number]):
-            for turn, score in enumerate(_turn_rewards(trajectory)):
-                keys.append((number, turn))
-                scores.append(score)
-    scores_S, owner_S = torch.tensor(scores, dtype=torch.float64), torch.tensor([n for n, _ in keys], dtype=torch.long)
+    steps, owner_S = _steps(batch)
+    scores_S = torch.tensor(list(steps.values()), dtype=torch.float64)
     if stage.process_form == "min":
         # Each step's soft minimum of what is still to come, against all steps of the group.
         later_S = per_token.returns_to_go(per_token.min_form(scores_S, owner_S), owner_S)
         steps_S = per_trajectory.group_relative(later_S, batch.group_B[owner_S])
     else:
         steps_S = per_token.process_step_end(scores_S, owner_S, batch.group_B)
-    spread_N = per_token.spread_turns(dict(zip(keys, steps_S.tolist(), strict=True)), flat.sequence_N, flat.turn_N)
     outcome_B = per_trajectory.group_relative(batch.rewards_B, batch.group_B)
-    weight = 0.0 if stage.step_weight is None else stage.step_weight
-    return outcome_B[flat.sequence_N] + weight * spread_N, None, {"step_score": float(scores_S.mean())}
+    advantages_N = outcome_B[flat.sequence_N] + (stage.step_weight or 0.0) * _spread(steps, steps_S, flat)
+    return advantages_N, None, {"step_score": float(scores_S.mean())}
 
 
 _TOKENS: dict[str, Callable[[RlStage, Batch, FlatBatch, Evidence], TokenCredit]] = {
@@ -212,9 +196,20 @@ _TOKENS: dict[str, Callable[[RlStage, Batch, FlatBatch, Evidence], TokenCredit]]
 }
 
 
-def _turn_rewards(trajectory: Trajectory) -> list[float]:
-    """The environment's reward of each turn."""
-    return [float(reward) for reward in trajectory.state.get("turn_rewards", ())]
+def _steps(batch: Batch) -> tuple[dict[tuple[int, int], float], torch.Tensor]:
+    """The environment's reward of each turn of the scored trajectories, by (trajectory, turn); their trajectories."""
+    steps = {
+        (number, turn): float(reward)
+        for number, trajectory in enumerate(batch.trajectories)
+        if not torch.isnan(batch.rewards_B[number])
+        for turn, reward in enumerate(trajectory.state.get("turn_rewards", ()))
+    }
+    return steps, torch.tensor([number for number, _ in steps], dtype=torch.long)
+
+
+def _spread(steps: per_token.TurnValues, values_S: torch.Tensor, flat: FlatBatch) -> torch.Tensor:
+    """float64 [N]: each step's value on its loss tokens."""
+    return per_token.spread_turns(dict(zip(steps, values_S.tolist(), strict=True)), flat.sequence_N, flat.turn_N)
 
 
 def _observations(trajectory: Trajectory) -> list[str]:
@@ -227,15 +222,7 @@ def _observations(trajectory: Trajectory) -> list[str]:
             current = []
         else:
             current.append(f"{message.role}: {message.content}")
-    return seen[: len(_turn_rewards(trajectory))]
-
-
-def _component(trajectory: Trajectory, name: str) -> float | None:
-    return None if trajectory.score is None else trajectory.score.components.get(name)
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+    return seen
 
 
 def _or_one(value: float | None) -> float:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from upswing.algo.distill import check_same_vocabulary, distill_advantages
-from upswing.errors import UpswingError
+from upswing.algo.distill import check_same_vocabulary
 from upswing.learn.critic import Critic
 from upswing.learn.distill import distill_update
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
-from upswing.learn.rows import spread
+from upswing.learn.options import RLOptions
 from upswing.learn.schedule import Schedule
 from upswing.models.load import load_model
 from upswing.recipe.distill import DistillStage
 from upswing.stages.context import RunContext
-from upswing.stages.policy import at_loss
 from upswing.stages.rows import Batch, make_batch
 from upswing.trajectory.types import Group
 
@@ -29,8 +26,9 @@ class DistillMethod:
     def __init__(self, context: RunContext, stage: DistillStage, index: int) -> None:
         self.context, self.stage = context, stage
         student = context.source_model(context.recipe.source_of(index, stage.from_))
-        earlier = [other.name for other in context.recipe.stages[:index]]
-        teacher = load_model(str(context.checkpoint(stage.teacher)) if stage.teacher in earlier else stage.teacher)
+        name = context.recipe.source_of(index, stage.teacher)
+        own = name == "base" or name in [other.name for other in context.recipe.stages[:index]]
+        teacher = load_model(str(context.checkpoint(name) or context.recipe.model) if own else name)
         self.teacher = teacher.model.requires_grad_(False)
         check_same_vocabulary(context.loaded.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
         # The teacher is the learner's reference: it is run on the same rows in the same way.
@@ -43,17 +41,10 @@ class DistillMethod:
 
     async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
         batch = make_batch(groups, truncated="as_is", unscored=True)
-        if not batch.rows:
-            raise UpswingError(f"{self.stage.name}: no trajectory of step {step + 1} can be trained on; all errored")
+        temperature = self.stage.temperature
         if self.stage.kl == "full":
-            update = distill_update(self.learner, batch.rows, self.teacher, temperature=self.stage.temperature)
-            return batch, update, {}
-        own, teacher = (
-            at_loss(batch.rows, self.learner.logprobs(batch.rows, self.stage.temperature, reference=which))
-            for which in (False, True)
-        )
-        advantages_N = distill_advantages(own, teacher)
-        arrays = spread(batch.rows, advantages_N.numpy())
-        rows = [replace(row, advantage=array) for row, array in zip(batch.rows, arrays, strict=True)]
-        update = self.learner.rl_update(rows, loss="policy_gradient", temperature=self.stage.temperature)
-        return batch, update, {"teacher_kl": float(-advantages_N.mean()) if len(advantages_N) else float("nan")}
+            return batch, distill_update(self.learner, batch.rows, self.teacher, temperature=temperature), {}
+        # With every advantage 0 only the KL is left, and k2's gradient is the policy gradient of the sampled tokens'
+        # reverse KL, teacher - own log-prob as advantage (`algo.distill.distill_advantages`), without its forward.
+        options = RLOptions(loss="policy_gradient", kl_coef=1.0, kl_estimator="k2", temperature=temperature)
+        return batch, self.learner.rl_update(batch.rows, options), {}

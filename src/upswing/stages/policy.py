@@ -17,13 +17,13 @@ from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
 from upswing.learn.reward_model import load_reward_model, score_trajectories
-from upswing.learn.rows import TrainRow, spread
+from upswing.learn.rows import TrainRow, at_loss, spread
 from upswing.learn.schedule import Schedule
 from upswing.models.heads import scalar_model
 from upswing.recipe import RlStage
 from upswing.stages.context import RunContext
 from upswing.stages.credit import Evidence, assign
-from upswing.stages.rows import Batch, make_batch, reward_of
+from upswing.stages.rows import Batch, make_batch, rewards_of
 from upswing.trajectory.types import Group, Trajectory
 
 
@@ -34,20 +34,23 @@ class PolicyMethod:
         self.context, self.stage = context, stage
         source = context.recipe.source_of(index, stage.from_)
         head = stage.critic is not None and stage.critic.kind == "head"
+        only_critic = 0 if stage.critic is None else stage.critic.warmup_steps
         self.learner = Learner(
             context.adapted(context.source_model(source), stage),
             ref_model=context.source_model(source) if stage.kl_coef and stage.lora is None else None,
             value_head=head,
-            schedule=_schedule(stage),
+            schedule=Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps - only_critic),
             **context.trainer_options(stage),
         )
         start = 0.0 if stage.entropy_target else stage.entropy_coef
-        self.learner.extra = {"kl_coef": stage.kl_coef, "entropy_coef": start, "moving_average": None}
-        self.learner.extra["entropy_weight"] = start
+        self.learner.extra = {"kl_coef": stage.kl_coef, "entropy_coef": start, "entropy_weight": start}
+        self.learner.extra["moving_average"] = None
         self.critic: Critic | None = None
         if stage.critic is not None and not head:
+            schedule = Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps)
             options = {**context.trainer_options(stage), "lr": stage.critic.lr}
-            self.critic = Critic(scalar_model(context.source_model(source)), schedule=_schedule(stage), **options)
+            model = context.adapted(scalar_model(context.source_model(source)), stage)
+            self.critic = Critic(model, schedule=schedule, **options)
         self.reward_model = None
         if stage.reward_model is not None:
             folder = context.checkpoint(stage.reward_model)
@@ -57,7 +60,7 @@ class PolicyMethod:
         """One update -> the batch, the policy's metrics (None while only the critic warms up) and further signals."""
         stage, learner = self.stage, self.learner
         batch = self._batch(groups)
-        kl_N, signals = self._kl_penalty(batch)
+        kl_N, old, signals = self._kl_penalty(batch)
         values = self._values(batch)
         credit = assign(stage, batch, self._evidence(batch, kl_N, values, await self._greedy(groups)))
         rows = list(credit.rows)
@@ -69,7 +72,7 @@ class PolicyMethod:
             rows = [replace(r, returns=a, old_values=b) for r, a, b in zip(rows, returns, values, strict=True)]
         update = None
         if stage.critic is None or step >= stage.critic.warmup_steps:
-            update = learner.rl_update(rows, self._options())
+            update = learner.rl_update(rows, self._options(), old=old)
         self._adapt(batch, update, signals, step)
         return batch, update, signals
 
@@ -85,24 +88,25 @@ class PolicyMethod:
         return RLOptions.of(stage, **changes)
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
-        if self.reward_model is None:
-            scores = None
-        else:
-            scores = score_trajectories(self.reward_model, [t for group in groups for t in group.trajectories])
         stage = self.stage
         overlong = None
         if stage.overlong_length is not None:
             overlong = (stage.overlong_length, stage.overlong_cache or 0, stage.overlong_factor or 1.0)
-        return make_batch(groups, truncated=stage.truncated, rewards=scores, overlong=overlong)
+        judged = self._judged([t for group in groups for t in group.trajectories])
+        return make_batch(groups, truncated=stage.truncated, judged=judged, overlong=overlong)
 
-    def _kl_penalty(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """With the KL in the reward: each token's penalty, and its mean before the coefficient."""
+    def _judged(self, trajectories: Sequence[Trajectory]) -> list[float | None] | None:
+        """The reward model's scores, if there is one."""
+        return None if self.reward_model is None else score_trajectories(self.reward_model, trajectories)
+
+    def _kl_penalty(self, batch: Batch) -> tuple[torch.Tensor | None, list[np.ndarray] | None, dict[str, float]]:
+        """With the KL in the reward: each token's penalty, the policy's log-probs, and the mean KL as a signal."""
         if self.stage.kl_in != "reward":
-            return None, {}
+            return None, None, {}
         rows, temperature = batch.rows, self.stage.temperature
         policy, ref = (self.learner.logprobs(rows, temperature, reference=which) for which in (False, True))
-        kl_N = kl_reward(at_loss(rows, policy), at_loss(rows, ref))
-        return self.learner.extra["kl_coef"] * kl_N, {"kl": float(kl_N.mean()) if len(kl_N) else float("nan")}
+        kl_N = kl_reward(_wide(rows, policy), _wide(rows, ref))
+        return self.learner.extra["kl_coef"] * kl_N, policy, {"kl": float(kl_N.mean())}
 
     def _values(self, batch: Batch) -> list[np.ndarray] | None:
         if self.stage.critic is None:
@@ -125,14 +129,11 @@ class PolicyMethod:
     ) -> Evidence:
         greedy_B = None
         if greedy is not None:
-            found = [reward_of(t, self.stage.truncated) for t in greedy]
-            if self.reward_model is not None:
-                scores = score_trajectories(self.reward_model, greedy)
-                found = [float("nan") if score is None else score for score in scores]
+            found = rewards_of(greedy, self.stage.truncated, self._judged(greedy))
             greedy_B = torch.tensor(found, dtype=torch.float64)[batch.group_B]
         return Evidence(
             kl_N=kl_N,
-            values_N=None if values is None else at_loss(batch.rows, values),
+            values_N=None if values is None else _wide(batch.rows, values),
             greedy_B=greedy_B,
             moving_average=self.learner.extra["moving_average"],
             weights=self.context.weights,
@@ -158,8 +159,9 @@ class PolicyMethod:
         if stage.baseline == "ema":
             decay = 0.9 if stage.baseline_decay is None else stage.baseline_decay
             extra["moving_average"] = ema_baseline(extra["moving_average"], batch.rewards_B, decay)
-        if stage.kl_target is not None and stage.kl_horizon is not None:
-            kl = update.kl.value if update is not None and stage.kl_in == "loss" else signals.get("kl", float("nan"))
+        if stage.kl_target is not None and stage.kl_horizon is not None and update is not None:
+            # Not while only the critic trains: the KL of a policy that doesn't move would shrink the coefficient.
+            kl = update.kl.value if stage.kl_in == "loss" else signals["kl"]
             extra["kl_coef"] = adaptive_kl_coef(
                 extra["kl_coef"], kl, target=stage.kl_target, horizon=stage.kl_horizon, num_samples=len(batch.rewards_B)
             )
@@ -174,11 +176,6 @@ class PolicyMethod:
             self.learner.reference.refresh()
 
 
-def _schedule(stage: RlStage) -> Schedule:
-    return Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps)
-
-
-def at_loss(rows: Sequence[TrainRow], arrays: Sequence[np.ndarray]) -> torch.Tensor:
+def _wide(rows: Sequence[TrainRow], arrays: Sequence[np.ndarray]) -> torch.Tensor:
     """[T] a row at the loss tokens, float64 [N]."""
-    found = [array[row.loss_positions] for row, array in zip(rows, arrays, strict=True)]
-    return torch.from_numpy(np.concatenate([*found, np.zeros(0, np.float32)])).double()
+    return torch.from_numpy(at_loss(rows, arrays)).double()

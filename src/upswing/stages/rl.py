@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import shutil
 import time
@@ -21,6 +20,7 @@ from upswing.learn.metrics import UpdateMetrics
 from upswing.monitor.progress import TaskProgress
 from upswing.recipe import RlStage
 from upswing.recipe.distill import DistillStage
+from upswing.recipe.rl import GROUPED
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
 from upswing.stages.distill import DistillMethod
@@ -78,7 +78,7 @@ async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int)
                 training.step += 1
                 training.updating = False
                 await _after_step(context, stage, training)
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except BaseException:  # an interrupt, or an error between updates: tasks that ran out, a full disk
             if not training.updating:
                 _save(context, stage, training)
             raise
@@ -94,7 +94,7 @@ def _is_over(stage: RlStage | DistillStage, training: _Training) -> bool:
 async def _step(context: RunContext, stage: RlStage | DistillStage, training: _Training, shown: TaskProgress) -> None:
     """One step of the loop."""
     started = time.perf_counter()
-    groups = await _groups(context, stage, training.step)
+    groups = await _groups(context, stage, training)
     rollout_s = time.perf_counter() - started
     training.updating = True
     batch, update, signals = await training.method.learn(groups, training.step)
@@ -115,15 +115,21 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     _report(context, stage, training, shown, values)
 
 
-async def _groups(context: RunContext, stage: RlStage | DistillStage, step: int) -> list[Group]:
+async def _groups(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> list[Group]:
     """The step's groups. With dynamic sampling: batches until enough groups have a spread, whole ones kept in order."""
     batches = (stage.dynamic_sampling if isinstance(stage, RlStage) else None) or 1
+    played: list[Group] = []
     kept: list[Group] = []
+    extra = training.learner.extra  # of which a checkpoint keeps how far in its stream of tasks the stage is
+    first = extra.get("batches", training.step)
     for number in range(batches):
-        found = await _rollout(context, stage, _tasks(context, stage, step * batches + number), step, number)
+        found = await _rollout(context, stage, _tasks(context, stage, first + number), training.step, number)
+        played += found
         kept += found if batches == 1 else [group for group in found if _is_informative(group)]
         if len(kept) >= stage.tasks_per_step:
             break
+    extra["batches"] = first + number + 1
+    context.store.append(stage.name, training.step + 1, [t for group in played for t in group.trajectories])
     return kept[: stage.tasks_per_step] or found
 
 
@@ -141,7 +147,8 @@ def _tasks(context: RunContext, stage: RlStage | DistillStage, number: int) -> l
     tasks = context.tasks.take("train", seed, stage.tasks_per_step, skip=number * stage.tasks_per_step)
     if len(tasks) < stage.tasks_per_step:
         raise UpswingError(
-            f"{stage.name}: the train tasks ran out at batch {number}; make the stream endless or stop earlier"
+            f"{stage.name}: the train tasks ran out at batch {number + 1}, {stage.tasks_per_step} tasks each; "
+            "make the stream endless, or use fewer steps"
         )
     return tasks
 
@@ -149,7 +156,7 @@ def _tasks(context: RunContext, stage: RlStage | DistillStage, number: int) -> l
 async def _rollout(
     context: RunContext, stage: RlStage | DistillStage, tasks: Sequence[Task], step: int, number: int
 ) -> list[Group]:
-    """Sample, score, check and store batch `number` of the step's groups."""
+    """Sample, score and check batch `number` of the step's groups."""
     total = len(tasks) * stage.group_size
     with context.progress.task(f"{stage.name}: rollouts of step {step + 1}", total=total, unit="trajectory") as shown:
         groups = await context.rollouts.groups(
@@ -161,7 +168,6 @@ async def _rollout(
         )
     for group in groups:
         validate_group(group)
-    context.store.append(stage.name, step + 1, [t for group in groups for t in group.trajectories])
     return groups
 
 
@@ -188,6 +194,8 @@ def _report(
             step=training.step + 1,
         )
     rules = stage.early_warning
+    if not isinstance(stage, RlStage) or stage.advantage not in GROUPED:
+        values = {**values, "informative_frac": math.nan}  # it learns without a spread of rewards within groups
     trouble = early_warning(values, rules.truncated_frac, context.recipe.limits.turn_tokens)
     training.bad_steps = (
         training.bad_steps + 1 if trouble and training.bad_steps == training.step else training.bad_steps

@@ -50,26 +50,37 @@ def reward_of(trajectory: Trajectory, truncated: str) -> float:
     return trajectory.reward
 
 
+def rewards_of(
+    trajectories: Sequence[Trajectory], truncated: str, judged: Sequence[float | None] | None = None
+) -> list[float]:
+    """`reward_of` each. `judged`: a reward model's scores (None: unscored) in the verifiers' place; trajectories that
+    those leave out stay out, and what `truncated` makes 0 stays 0, whatever it says."""
+    found = [reward_of(t, truncated) for t in trajectories]
+    if judged is None:
+        return found
+    fixed = [
+        math.isnan(own) or (truncated == "zero" and t.outcome is Outcome.TRUNCATED)
+        for own, t in zip(found, trajectories, strict=True)
+    ]
+    new = [UNSCORED if value is None else value for value in judged]
+    return [own if keep else value for own, value, keep in zip(found, new, fixed, strict=True)]
+
+
 def make_batch(
     groups: Sequence[Group],
     *,
     truncated: str,
-    rewards: Sequence[float | None] | None = None,
+    judged: Sequence[float | None] | None = None,
     overlong: tuple[int, int, float] | None = None,
     unscored: bool = False,
 ) -> Batch:
-    """The groups as a batch.
+    """The groups as a batch, with the rewards of `rewards_of`.
 
-    `rewards`, one a trajectory: instead of the verifiers' (a reward model's; None: unscored). Trajectories that the
-    verifiers' reward leaves out stay out whatever it says. `overlong`: (length, cache, factor) of the length penalty.
-    `unscored`: give rows to trajectories without a reward too, unless they errored or were cancelled.
+    `overlong`: (length, cache, factor) of the length penalty. `unscored`: give rows to trajectories without a reward
+    too, unless they errored or were cancelled.
     """
     members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
-    values = [reward_of(t, truncated) for _, t in members]
-    if rewards is not None:
-        new = [UNSCORED if value is None else value for value in rewards]
-        values = [UNSCORED if math.isnan(old) else value for old, value in zip(values, new, strict=True)]
-    rewards_B = torch.tensor(values, dtype=torch.float64)
+    rewards_B = torch.tensor(rewards_of([t for _, t in members], truncated, judged), dtype=torch.float64)
     if overlong is not None:
         sampled_B = torch.tensor([t.num_sampled_tokens for _, t in members])
         length, cache, factor = overlong
