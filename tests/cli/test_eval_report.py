@@ -55,7 +55,8 @@ def test_what_eval_refuses(run: Path, echo: Path):
     assert_refused(upswing("eval", run, "--split", "tset"), "did you mean 'test'?")
     assert_refused(upswing("eval", run, "--split", "test"), "no test tasks")
     assert_refused(upswing("eval", run, "--tasks", "0"), "allowed: 1 and more")
-    assert_refused(upswing("eval", run, "--out", "no/where.json"), "doesn't exist")
+    assert_refused(upswing("eval", run, "--out", "no/where.json"), "no folder 'no'")
+    assert_refused(upswing("eval", run, "--out", run), "is a folder")
 
 
 def test_report_is_written_for_a_run_folder_and_refused_elsewhere(run: Path):

@@ -48,6 +48,20 @@ def test_a_turn_may_have_several_lines(echo: Path):
     assert "answer   lima\n0" in play(echo, "lima\\\n0\n").stdout
 
 
+def test_one_expert_plays_the_whole_episode(echo: Path):
+    """An expert may remember what it did: here one that looks twice before it answers."""
+    source = Path("echo_env.py").read_text()
+    remembers = "turns = iter(['look', 'look', task.gold[0]])\n        return lambda messages: next(turns)"
+    kept, _ = source.split("return lambda messages: task", 1)
+    rest = source[source.index("class Taskless") :]
+    Path("echo_env.py").write_text(f"{kept}{remembers}\n\n\n{rest}")
+    assert "after 3 turns, 2 tool calls" in play(echo, "/expert\n/expert\n/expert\n").stdout
+
+
+def test_a_task_number_beyond_any_stream_is_refused(echo: Path):
+    assert play(echo, "", "--task-index", "99999999999999999999").exit_code == 2
+
+
 @pytest.mark.parametrize("typed", ["", "look\n", "/quit\n", "\n\n"])
 def test_the_end_of_the_input_stops_cleanly(echo: Path, typed: str):
     result = play(echo, typed)
@@ -69,6 +83,14 @@ def test_a_broken_environment_is_no_reward(echo: Path):
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the environment broke (OSError: the disk is gone)")
     assert "reward" not in result.stdout
+
+
+def test_an_environment_that_breaks_in_close_is_no_reward_either(echo: Path):
+    source = Path("echo_env.py").read_text()
+    close = "    def close(self):\n        raise OSError('still gone')\n\n    def reset("
+    Path("echo_env.py").write_text(source.replace("    def reset(", close, 1))
+    result = play(echo, "lima-0-0\n")
+    assert result.exit_code == 1 and result.stderr.startswith("error: the environment broke (OSError: still gone)")
 
 
 @pytest.mark.parametrize(

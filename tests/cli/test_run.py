@@ -80,6 +80,7 @@ def test_a_folder_in_use_is_refused_without_resume(echo: Path, runs: Runs):
     upswing(echo, "--out", "o")
     assert_refused(upswing(echo, "--out", "o"), "isn't empty", "--resume")
     assert_refused(upswing(echo, "--out", echo), "is a file")
+    assert_refused(upswing(echo, "--out", f"{echo}/below"), f"can't make the folder '{echo}/below' (Not a directory)")
     assert len(runs.calls) == 1
 
 

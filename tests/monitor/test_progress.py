@@ -33,7 +33,7 @@ def sample_table() -> Table:
 
 def test_a_file_gets_json_lines_only():
     file, clock = io.StringIO(), Clock()
-    progress = Progress(file=file, clock=clock)
+    progress = Progress(Console(file=file), clock=clock)
     with progress.task("rl", total=4, unit="step") as task:
         for _ in range(4):
             clock.now += 2.0
@@ -55,7 +55,7 @@ def test_a_file_gets_json_lines_only():
 
 def test_advances_are_throttled_but_first_and_last_are_written():
     file, clock = io.StringIO(), Clock()
-    with Progress(file=file, clock=clock).task("sft", total=1000) as task:
+    with Progress(Console(file=file), clock=clock).task("sft", total=1000) as task:
         for _ in range(1000):
             clock.now += 0.01
             task.advance(loss=1.0)
@@ -66,9 +66,25 @@ def test_advances_are_throttled_but_first_and_last_are_written():
     assert events[-1]["event"] == "end" and events[-1]["done"] == 1000 and events[-1]["values"] == {"loss": 1.0}
 
 
+def test_a_resumed_task_counts_its_rate_from_where_it_goes_on():
+    file, clock = io.StringIO(), Clock()
+    with Progress(Console(file=file), clock=clock).task("rl", total=100, done=50) as task:
+        clock.now += 30.0
+        task.advance()
+    start, shown, _ = lines(file)
+    assert (start["done"], start["rate"]) == (50, None)
+    assert (shown["done"], shown["rate"], shown["left_s"]) == (51, 0.033, 1470.0)
+
+
+def test_json_lines_are_ascii_so_that_no_terminal_encoding_stops_a_run():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Progress(Console(file=file)).note("base → SFT \ud800")
+    assert json.loads(file.buffer.getvalue())["text"] == "base → SFT \ud800"
+
+
 def test_nan_values_are_null():
     file = io.StringIO()
-    with Progress(file=file).task("rl") as task:
+    with Progress(Console(file=file)).task("rl") as task:
         task.advance(reward=float("nan"))
     assert "NaN" not in file.getvalue()
     assert lines(file)[1]["values"] == {"reward": None}
@@ -77,7 +93,7 @@ def test_nan_values_are_null():
 
 def test_a_failing_step_ends_as_not_ok_and_the_error_goes_on():
     file = io.StringIO()
-    with pytest.raises(KeyError), Progress(file=file).task("rl", total=2) as task:
+    with pytest.raises(KeyError), Progress(Console(file=file)).task("rl", total=2) as task:
         task.advance()
         raise KeyError("x")
     assert lines(file)[-1]["ok"] is False and lines(file)[-1]["error"] == "KeyError"
@@ -114,6 +130,20 @@ def test_a_terminal_gets_bars_with_rate_and_values_and_no_json():
     assert '{"event"' not in text
 
 
+def test_finished_inner_steps_do_not_pile_up_and_slow_steps_have_a_time_left():
+    file, clock = io.StringIO(), Clock()
+    progress = Progress(Console(file=file, force_terminal=True, width=160), clock=clock)
+    with progress.task("rl", total=4, unit="step") as task:
+        for step in range(2):
+            with progress.task(f"rollouts {step}", total=8) as inner:
+                inner.advance(8)
+            clock.now += 45.0
+            task.advance()
+        file.truncate(0)
+    last = file.getvalue()
+    assert "rollouts" not in last and "2/4" in last and "0:01:30" in last
+
+
 def test_bars_can_start_again_after_they_stopped():
     file = io.StringIO()
     progress = Progress(Console(file=file, force_terminal=True, width=120))
@@ -124,7 +154,7 @@ def test_bars_can_start_again_after_they_stopped():
 
 
 def test_update_sets_and_advance_adds():
-    with Progress(file=io.StringIO()).task("x", total=10) as task:
+    with Progress(Console(file=io.StringIO())).task("x", total=10) as task:
         task.update(4, reward=0.5)
         task.advance(2)
         task.update(total=20)

@@ -10,7 +10,7 @@ import typer
 
 from upswing.cli.common import is_run_folder, user_command
 from upswing.errors import ConfigError, did_you_mean
-from upswing.recipe import EvalStage, Recipe, load_recipe, recipe_from
+from upswing.recipe import Recipe, load_recipe, recipe_from
 from upswing.recipe.models import NO_POLICY
 
 
@@ -40,23 +40,16 @@ def eval_command(
     models = checkpoints_of(run, base, stage or []) if run else {target: target}
     if run is None and stage:
         raise ConfigError(f"--stage needs a run folder, but '{target}' isn't one")
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out: folder '{out.parent}' doesn't exist")
-    settings = {
-        "stage": "eval",
-        "of": ["base"],
-        "split": split,
-        "tasks": tasks,
-        "greedy": greedy,
-        "samples": samples,
-    }
-    config = recipe_from({**base.to_dict(), "stages": [settings]}, source="eval")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out: '{out}' is a folder" if out.is_dir() else f"--out: no folder '{out.parent}'")
+    settings: dict[str, Any] = {"split": split, "tasks": tasks, "greedy": greedy, "samples": samples}
+    config = recipe_from({**base.to_dict(), "stages": [{"stage": "eval", "of": ["base"], **settings}]}, source="eval")
     from upswing.world import preflight
 
     preflight(config)
-    entries = _measure(config, models, quiet)
+    entries = _measure(config, models, settings, quiet)
     if out is not None:
-        out.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 def checkpoints_of(run: Path, recipe: Recipe, wanted: list[str]) -> dict[str, str]:
@@ -80,38 +73,21 @@ def checkpoints_of(run: Path, recipe: Recipe, wanted: list[str]) -> dict[str, st
     return found
 
 
-def _measure(config: Recipe, models: dict[str, str], quiet: bool) -> list[dict[str, Any]]:
+def _measure(config: Recipe, models: dict[str, str], settings: dict[str, Any], quiet: bool) -> list[dict[str, Any]]:
     """Measure each model on the same tasks, and show the table with a paired test against the one before."""
     from upswing.evals.summary import EvalSummary, result_entry, results_table
     from upswing.monitor.progress import Progress
     from upswing.stages.runner import eval_checkpoint
 
     log = Progress(quiet=quiet)
-    settings = config.stages[0]
-    assert isinstance(settings, EvalStage)
+    split, mode = settings["split"], "greedy" if settings["greedy"] else "sampled"
     entries: list[dict[str, Any]] = []
-    before: tuple[str, EvalSummary] | None = None
+    before: EvalSummary | None = None
+    against = ""
     for label, model in models.items():
-        summary = eval_checkpoint(
-            config,
-            model,
-            split=settings.split,
-            tasks=settings.tasks,
-            greedy=settings.greedy,
-            samples=settings.samples,
-            log=log,
-        )
-        entries.append(
-            result_entry(
-                label,
-                "eval",
-                summary,
-                split=settings.split,
-                mode="greedy" if settings.greedy else "sampled",
-                previous=before[1] if before else None,
-                previous_label=before[0] if before else "",
-            )
-        )
-        before = (label, summary)
-    log.table(results_table(entries, title=f"{settings.split}, {settings.tasks} tasks"))
+        summary = eval_checkpoint(config, model, log=log, **settings)
+        entry = result_entry(label, "eval", summary, split=split, mode=mode, previous=before, previous_label=against)
+        entries.append(entry)
+        before, against = summary, label
+    log.table(results_table(entries, title=f"{split}, {settings['tasks']} tasks"))
     return entries

@@ -35,7 +35,7 @@ def play_command(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the task: train, dev or test.")] = "train",
     seed: Annotated[int, typer.Option(help="Seed of the task stream.")] = 0,
-    task_index: Annotated[int, typer.Option(min=0, help="Which task of the stream.")] = 0,
+    task_index: Annotated[int, typer.Option(min=0, max=10**6, help="Which task of the stream.")] = 0,
 ) -> None:
     """Play a task yourself, as the agent would, and see the reward and why."""
     config = load_recipe(recipe, overrides or [])
@@ -73,21 +73,17 @@ def find_task(world: World, recipe: Recipe, split: str, seed: int, index: int) -
 def ask_terminal() -> str | None:
     """One turn from standard input; None at its end."""
     lines: list[str] = []
-    while True:
-        try:
-            if sys.stdin.isatty():
-                line = input("you> " if not lines else "...> ")
-            else:
-                line = sys.stdin.readline()
-                if not line:
-                    raise EOFError
-                line = line.rstrip("\n")
-                typer.echo(f"you> {line}")
-        except EOFError:
-            return "\n".join(lines) if lines else None
-        if not line.endswith("\\"):
-            return "\n".join([*lines, line])
-        lines.append(line[:-1])
+    try:
+        while True:
+            line = input("...> " if lines else "you> ")
+            if not sys.stdin.isatty():
+                typer.echo(line)
+            lines.append(line.removesuffix("\\"))
+            if line == lines[-1]:
+                break
+    except EOFError:
+        pass
+    return "\n".join(lines) if lines else None
 
 
 @dataclass(kw_only=True)
@@ -105,30 +101,36 @@ class Game:
     turns: int = 0
     env_reward: float = 0.0
     state: dict[str, Any] = field(default_factory=dict)
+    policy: Callable[[tuple[Message, ...]], str] | None = None
+    """The expert, once it was asked: one for the whole episode, as in an `sft` stage."""
 
     async def play(self) -> str | None:
         """Until the end of the episode or of the input. Returns what broke in the environment, or None."""
-        from upswing.envs.base import AssistantMessage
-        from upswing.trajectory.types import Message
-
         try:
-            await self._observe(await call(self.env.reset, self.task, self.seed))
-            self.say(f"\n{HELP}")
-            while self.last is not None and not self.last.done:
-                text = await self._turn()
-                if text is None:
-                    return None
-                self.messages.append(Message(role="assistant", content=text))
-                self.turns += 1
-                await self._observe(await call(self.env.step, AssistantMessage(content=text)))
-            self.state = {**self.env.state(), "env_reward": self.env_reward}
+            try:
+                await self._episode()
+            finally:
+                await call(self.env.close)
         except ConfigError:
             raise
         except Exception as problem:
             return f"{type(problem).__name__}: {problem}"
-        finally:
-            await call(self.env.close)
         return None
+
+    async def _episode(self) -> None:
+        from upswing.envs.base import AssistantMessage
+        from upswing.trajectory.types import Message
+
+        await self._observe(await call(self.env.reset, self.task, self.seed))
+        self.say(f"\n{HELP}")
+        while self.last is not None and not self.last.done:
+            text = self._turn()
+            if text is None:
+                return
+            self.messages.append(Message(role="assistant", content=text))
+            self.turns += 1
+            await self._observe(await call(self.env.step, AssistantMessage(content=text)))
+        self.state = {**self.env.state(), "env_reward": self.env_reward}
 
     async def _observe(self, observation: Observation) -> None:
         self.last = observation
@@ -140,28 +142,25 @@ class Game:
         for tool in observation.tools:
             self.say(f"\n[tool] {json.dumps(tool.get('function', tool), ensure_ascii=False)}")
 
-    async def _turn(self) -> str | None:
+    def _turn(self) -> str | None:
         """The next turn's text; None when the person stops."""
         while True:
             self.say("")
             text = self.ask()
             if text is None or text.strip() == "/quit":
                 return None
-            if text.strip() == "/expert":
-                text = self._expert()
-                if text is None:
-                    continue
-                self.say(f"expert> {text}")
-            elif not text.strip():
+            if text.strip() != "/expert":
+                if text.strip():
+                    return text
                 continue
+            try:
+                self.policy = self.policy or self.env.expert(self.task, random.Random(self.seed))
+                text = self.policy(tuple(self.messages))
+            except NotImplementedError:
+                self.say("This environment has no expert.")
+                continue
+            self.say(f"expert> {text}")
             return text
-
-    def _expert(self) -> str | None:
-        try:
-            return self.env.expert(self.task, random.Random(self.seed))(tuple(self.messages))
-        except NotImplementedError:
-            self.say("This environment has no expert.")
-            return None
 
     async def score(self, rubric: Any) -> Score:
         """The rubric's score of the finished episode."""
@@ -197,18 +196,17 @@ async def call(method: Callable[..., Any], *args: Any) -> Any:
 def show_result(score: Score, game: Game, recipe: Recipe) -> None:
     """The reward, what it is made of, and the accepted answers."""
     assert game.last is not None
-    value = "could not be scored" if score.value is None else f"{score.value:g}"
-    typer.echo(f"\nreward   {value}")
+    lines = [f"\nreward   {'could not be scored' if score.value is None else f'{score.value:g}'}"]
     weights = {verifier.name.rpartition(":")[2]: verifier.weight for verifier in recipe.verifiers}
     for name, component in score.components.items():
         shown = "could not score" if component is None else f"{component:g}"
         weight = f"  (weight {weights[name]:g})" if name in weights else ""
-        typer.echo(f"  {name}: {shown}{weight}")
+        lines.append(f"  {name}: {shown}{weight}")
     if score.reason:
-        typer.echo(f"why      {score.reason}")
-    typer.echo(f"answer   {'none given' if game.last.answer is None else game.last.answer}")
+        lines.append(f"why      {score.reason}")
+    lines.append(f"answer   {'none given' if game.last.answer is None else game.last.answer}")
     if game.task.gold:
-        typer.echo(f"accepted {' | '.join(game.task.gold)}")
-    typer.echo(
-        f"ended    {game.last.stop_reason or 'env_done'} after {game.turns} turns, {len(game.records)} tool calls"
-    )
+        lines.append(f"accepted {' | '.join(game.task.gold)}")
+    ended = game.last.stop_reason or "env_done"
+    lines.append(f"ended    {ended} after {game.turns} turns, {len(game.records)} tool calls")
+    typer.echo("\n".join(lines))

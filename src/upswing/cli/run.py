@@ -25,7 +25,7 @@ def run_command(
 ) -> None:
     """Run all stages of a recipe. Everything that it does is kept in the run folder."""
     started: list[Path] = []
-    with one_line_errors(on_interrupt=lambda: _how_to_resume(recipe, overrides or [], started)):
+    with one_line_errors(on_interrupt=lambda: _how_to_resume(started)):
         config = load_recipe(recipe, overrides or [])
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
@@ -40,6 +40,10 @@ def run_command(
         from upswing.monitor.progress import Progress
         from upswing.stages.runner import run_recipe
 
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise ConfigError(f"--out: can't make the folder '{folder}' ({problem.strerror})") from None
         started.append(folder)
         run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
 
@@ -64,7 +68,7 @@ def choose_folder(source: Path, recipe: Recipe, out: Path | None, resume: bool) 
     return out
 
 
-def _how_to_resume(recipe: Path, overrides: list[str], started: list[Path]) -> str:
+def _how_to_resume(started: list[Path]) -> str:
     if not started or not is_run_folder(started[0]):
         return "interrupted before the run started"
     return f"interrupted; to go on: upswing run {started[0]} --resume"

@@ -39,11 +39,8 @@ class MetricsLog:
         return rows if stage is None else [row for row in rows if row.get("stage") == stage]
 
     def truncate_after(self, stage: str, step: int) -> int:
-        """Forget what a resumed run will do again: everything from the first row of `stage` beyond `step` on.
-
-        Later rows of other stages go too, since they came after. `step=-1` restarts the stage. Returns the number of
-        rows dropped; the file is replaced atomically.
-        """
+        """Forget what a resumed run will do again: everything from the first row of `stage` beyond `step` on, rows of
+        other stages too. `step=-1` restarts the stage. Returns the number of rows dropped; atomic."""
         rows = self.read()
         cut = next((i for i, row in enumerate(rows) if row.get("stage") == stage and row.get("step", 0) > step), None)
         if cut is None:

@@ -7,12 +7,13 @@ One of two formats, never both on one stream: live bars on a terminal, JSON line
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
@@ -26,12 +27,13 @@ from upswing.view.run_folder import json_safe
 class TaskProgress:
     """The handle of one running task."""
 
-    def __init__(self, name: str, total: float | None, unit: str, show: Callable[[TaskProgress], None], now: float):
-        self.name, self.total, self.unit = name, total, unit
-        self.done: float = 0
+    def __init__(
+        self, name: str, total: float | None, unit: str, done: float, clock: Callable[[], float], show: Show
+    ) -> None:
+        self.name, self.total, self.unit, self.done = name, total, unit, done
         self.values: dict[str, Any] = {}
-        self.started_s = now
-        self._show = show
+        self._clock, self._show = clock, show
+        self._started_s, self._done_before = clock(), done
 
     def advance(self, amount: float = 1, **values: Any) -> None:
         """`amount` more units are done; `values` (reward=.4) replace what is shown beside the bar."""
@@ -44,15 +46,24 @@ class TaskProgress:
         self.values.update(values)
         self._show(self)
 
-    def rate(self, now: float) -> float | None:
-        """Units a second since the start; None before the first unit."""
-        elapsed_s = now - self.started_s
-        return self.done / elapsed_s if self.done and elapsed_s > 0 else None
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._started_s
 
-    def left_s(self, now: float) -> float | None:
+    @property
+    def rate(self) -> float | None:
+        """Units a second since the start; None before the first unit."""
+        done, elapsed_s = self.done - self._done_before, self.elapsed_s
+        return done / elapsed_s if done > 0 and elapsed_s > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
         """Seconds left at the mean rate so far; None when unknown."""
-        rate = self.rate(now)
+        rate = self.rate
         return None if rate is None or self.total is None else max(0.0, (self.total - self.done) / rate)
+
+
+Show = Callable[[TaskProgress], None]
 
 
 class Progress:
@@ -70,30 +81,31 @@ class Progress:
         self,
         console: Console | None = None,
         *,
-        file: IO[str] | None = None,
         json_lines: bool | None = None,
         quiet: bool = False,
         min_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console(file=file)
+        self.console = console or Console()
         self.json_lines = not self.console.is_terminal if json_lines is None else json_lines
         self.quiet = quiet
         self.min_interval_s = min_interval_s
         self._clock = clock
         self._lock = threading.RLock()
         self._bars: bars.Progress | None = None
-        self._num_running = 0
 
     @contextmanager
-    def task(self, name: str, total: float | None = None, unit: str = "") -> Iterator[TaskProgress]:
-        """Follow one step: `with progress.task("rl", total=20, unit="step") as t: t.advance(reward=.4)`."""
+    def task(self, name: str, total: float | None = None, unit: str = "", done: float = 0) -> Iterator[TaskProgress]:
+        """Follow one step: `with progress.task("rl", total=20, unit="step") as t: t.advance(reward=.4)`.
+
+        `done` units were done before, by the run that this one resumes: they count for the bar, not for the rate.
+        """
         if self.quiet:
-            yield TaskProgress(name, total, unit, lambda task: None, self._clock())
+            yield TaskProgress(name, total, unit, done, self._clock, lambda task: None)
         elif self.json_lines:
-            yield from self._json_task(name, total, unit)
+            yield from self._json_task(name, total, unit, done)
         else:
-            yield from self._bar_task(name, total, unit)
+            yield from self._bar_task(name, total, unit, done)
 
     def note(self, text: str) -> None:
         """Something worth saying once."""
@@ -114,72 +126,66 @@ class Progress:
     def table(self, table: Table) -> None:
         """A table; shown even when quiet. JSON lines hold its columns and rows as text."""
         if self.json_lines:
-            self._write({"event": "table", **table_as_dict(table)})
+            self._write({"event": "table", **_as_text(table)})
         else:
             self.console.print(table)
 
     def _write(self, event: dict[str, Any]) -> None:
         with self._lock:
-            file = self.console.file
-            file.write(json.dumps(json_safe({**event, "time": round(time.time(), 3)}), ensure_ascii=False) + "\n")
-            file.flush()
+            self.console.file.write(json.dumps(json_safe({**event, "time": round(time.time(), 3)})) + "\n")
+            self.console.file.flush()
 
-    def _json_task(self, name: str, total: float | None, unit: str) -> Iterator[TaskProgress]:
-        last_s = -float("inf")
+    def _json_task(self, name: str, total: float | None, unit: str, done: float) -> Iterator[TaskProgress]:
+        last_s = -math.inf
 
-        def event(kind: str, task: TaskProgress) -> dict[str, Any]:
-            now = self._clock()
+        def write(kind: str, task: TaskProgress, **more: Any) -> None:
             known = {"event": kind, "task": name, "done": task.done, "total": task.total, "unit": unit}
-            timing = {"elapsed_s": now - task.started_s, "rate": task.rate(now), "left_s": task.left_s(now)}
+            timing = {key: getattr(task, key) for key in ("elapsed_s", "rate", "left_s")}
             rounded = {key: None if value is None else round(value, 3) for key, value in timing.items()}
-            return {**known, **rounded, "values": task.values}
+            self._write({**known, **rounded, "values": task.values, **more})
 
         def show(task: TaskProgress) -> None:
             nonlocal last_s
-            now = self._clock()
-            if now - last_s >= self.min_interval_s:
+            if (now := self._clock()) - last_s >= self.min_interval_s:
                 last_s = now
-                self._write(event("progress", task))
+                write("progress", task)
 
-        handle = TaskProgress(name, total, unit, show, self._clock())
-        self._write(event("start", handle))
+        handle = TaskProgress(name, total, unit, done, self._clock, show)
+        write("start", handle)
         try:
             yield handle
         except BaseException as error:
-            self._write({**event("end", handle), "ok": False, "error": type(error).__name__})
+            write("end", handle, ok=False, error=type(error).__name__)
             raise
-        self._write({**event("end", handle), "ok": True})
+        write("end", handle, ok=True)
 
-    def _bar_task(self, name: str, total: float | None, unit: str) -> Iterator[TaskProgress]:
+    def _bar_task(self, name: str, total: float | None, unit: str, done: float) -> Iterator[TaskProgress]:
         with self._lock:
-            display = self._bars = self._bars or _bar_display(self.console)
-            self._num_running += 1
-            if self._num_running == 1:
-                display.start()
-            row = display.add_task(escape(name), total=total, unit=escape(unit), speed="", values="")
-
-        def show(task: TaskProgress) -> None:
-            display.update(
-                row,
-                completed=task.done,
-                total=task.total,
-                speed=speed_text(task.rate(self._clock()), unit),
-                values=escape(values_text(task.values)),
+            if self._bars is None:
+                self._bars = _bar_display(self.console, self._clock)
+                self._bars.start()
+            display = self._bars
+            row = display.add_task(
+                escape(name), total=total, completed=int(done), unit=escape(unit), speed="", values=""
             )
 
-        handle = TaskProgress(name, total, unit, show, self._clock())
+        def show(task: TaskProgress) -> None:
+            speed, values = speed_text(task.rate, unit), escape(_values_text(task.values))
+            display.update(row, completed=task.done, total=task.total, speed=speed, values=values)
+
         try:
-            yield handle
+            yield TaskProgress(name, total, unit, done, self._clock, show)
         finally:
             with self._lock:
                 display.stop_task(row)
-                self._num_running -= 1
-                if self._num_running == 0:
+                if len(display.task_ids) > 1:  # a step within another: its bar would stay and pile up
+                    display.remove_task(row)
+                else:
                     display.stop()
                     self._bars = None
 
 
-def _bar_display(console: Console) -> bars.Progress:
+def _bar_display(console: Console, clock: Callable[[], float]) -> bars.Progress:
     return bars.Progress(
         bars.TextColumn("[bold]{task.description}"),
         bars.BarColumn(bar_width=24),
@@ -191,6 +197,8 @@ def _bar_display(console: Console) -> bars.Progress:
         bars.TimeRemainingColumn(),
         bars.TextColumn("[cyan]{task.fields[values]}"),
         console=console,
+        get_time=clock,
+        speed_estimate_period=3600,  # a step may take longer than rich's 30 s
         redirect_stdout=console.file is sys.stdout,
         redirect_stderr=False,
     )
@@ -203,23 +211,17 @@ def speed_text(rate: float | None, unit: str) -> str:
     return f"{rate:.1f} {unit or 'it'}/s" if rate >= 1 else f"{1 / rate:.1f} s/{unit or 'it'}"
 
 
-def values_text(values: dict[str, Any]) -> str:
+def _values_text(values: dict[str, Any]) -> str:
     """`reward 0.40  entropy 1.20`."""
-    shown = ((key, f"{value:.3g}" if isinstance(value, float) else str(value)) for key, value in values.items())
-    return "  ".join(f"{key} {text}" for key, text in shown)
+    return "  ".join(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in values.items())
 
 
-def table_as_dict(table: Table) -> dict[str, Any]:
+def _as_text(table: Table) -> dict[str, Any]:
     """Title, columns and rows of a rich table as plain text."""
-    columns = [[_plain(cell) for cell in column.cells] for column in table.columns]
-    return {
-        "title": _plain(table.title or ""),
-        "columns": [_plain(column.header) for column in table.columns],
-        "rows": [list(row) for row in zip(*columns, strict=True)],
-    }
 
+    def plain(cell: Any) -> str:
+        return Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
 
-def _plain(cell: Any) -> str:
-    if isinstance(cell, Text):
-        return cell.plain
-    return Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
+    columns = [map(plain, column.cells) for column in table.columns]
+    headers = [plain(column.header) for column in table.columns]
+    return {"title": plain(table.title or ""), "columns": headers, "rows": list(zip(*columns, strict=True))}

@@ -69,7 +69,7 @@ def _guarded(render: Callable[[], Html]) -> Html:
     """A section, or why there is none: files that others wrote must not cost the rest of the page."""
     try:
         return render()
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as problem:
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, OSError) as problem:
         text = f"This part of the run's files can't be shown ({type(problem).__name__}: {problem})."
         return h("p", text, class_="card muted")
 
