@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from upswing.envs import Environment, check_disjoint, environment_factory, tasks_from_jsonl
 from upswing.envs.pairs import read_pairs
-from upswing.errors import ConfigError, ModelNotFound, did_you_mean
-from upswing.recipe import DatasetSection, DistillStage, EvalStage, PairStage, Recipe, RlBase, SftStage, Stage
-from upswing.recipe.models import NO_POLICY
+from upswing.errors import ConfigError
+from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, SftStage, Stage
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Task
 from upswing.verify import Rubric, rubric_from
@@ -71,7 +70,7 @@ def _passes(tasks: Sequence[Task], seed: int, shuffle: bool) -> Iterator[Task]:
 
 
 def preflight(recipe: Recipe) -> World:
-    """`build_world`, and that there are the tasks, expert and teacher that the stages need. Raises ConfigError."""
+    """`build_world`, and that there are the tasks and the expert that the stages need. Raises ConfigError."""
     world = build_world(recipe)
     first: dict[str, Task] = {}
     for index, stage in enumerate(recipe.stages):
@@ -82,8 +81,6 @@ def preflight(recipe: Recipe) -> World:
             read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
             _check_expert(recipe, stage, first["train"], f"stages.{index}")
-        if isinstance(stage, DistillStage):
-            _check_teacher(recipe, stage, index)
     return world
 
 
@@ -121,24 +118,3 @@ def _check_expert(recipe: Recipe, stage: SftStage, task: Task, where: str) -> No
             f"{where}: sft needs demonstrations, but environment '{recipe.env.name}' has no scripted expert; "
             "give it an expert(task, rng) method, or leave the sft stage out"
         ) from None
-
-
-def _check_teacher(recipe: Recipe, stage: DistillStage, index: int) -> None:
-    """A teacher is an earlier stage with weights or a model that can be found, and not the student itself."""
-    stages = ["base", *(other.name for other in recipe.stages[:index] if not isinstance(other, NO_POLICY))]
-    teacher, student = (recipe.source_of(index, name) for name in (stage.teacher, stage.from_))
-    if teacher == student or (student == "base" and teacher == recipe.model):
-        raise ConfigError(
-            f"stages.{index}.teacher: got '{stage.teacher}', the weights that the student starts from, so that there "
-            "is nothing to learn; use another stage or model"
-        )
-    if teacher not in stages:
-        from upswing.models.load import resolve_model  # with torch, which other recipes do without
-
-        try:
-            resolve_model(teacher, download=False)
-        except ModelNotFound as problem:
-            raise ConfigError(
-                f"stages.{index}.teacher: no earlier stage with weights '{teacher}' (there are {', '.join(stages)}"
-                f"{did_you_mean(teacher, stages)}), and {problem}"
-            ) from None

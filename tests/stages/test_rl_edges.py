@@ -18,10 +18,10 @@ from upswing.recipe import recipe_from
 from upswing.recipe.presets import PRESETS
 from upswing.stages.credit import Evidence, assign
 from upswing.stages.rows import rewards_of
+from upswing.stages.runner import check
 from upswing.trajectory.store import TrajectoryStore
 from upswing.trajectory.types import Outcome, Score, StopReason
 from upswing.view.run_folder import read_json_lines
-from upswing.world import preflight
 
 from .test_algorithms import TwoTurns, batch_of, recipe, run, stage, trajectory, weights
 
@@ -152,7 +152,7 @@ def test_a_batch_in_which_nothing_could_be_scored_gives_no_rows_and_no_error(nam
 @pytest.mark.parametrize(
     ("distill", "words"),
     [
-        ({"teacher": "nobody"}, "stages.1.teacher: no earlier stage with weights 'nobody' (there are base, first"),
+        ({"teacher": "nobody"}, "stages.1.teacher: no earlier stage with weights 'nobody' (base, first"),
         ({"teacher": "frist"}, "did you mean 'first'?"),
         ({"teacher": "first"}, "stages.1.teacher: got 'first', the weights that the student starts from"),
         ({"teacher": "previous"}, "the weights that the student starts from"),
@@ -170,10 +170,10 @@ def test_a_teacher_is_found_before_anything_is_loaded(distill: dict[str, Any], w
         {**one.to_dict(), "stages": [first, {"stage": "distill", "steps": 1, "eval_every": 0, **distill}]}
     )
     if words is None:
-        preflight(two)
+        check(two)
         return
     with pytest.raises(ConfigError) as caught:
-        preflight(two)
+        check(two)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -5,17 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from upswing.algo.distill import check_same_vocabulary
+from upswing.errors import ConfigError, ModelNotFound, did_you_mean
 from upswing.learn.critic import Critic
 from upswing.learn.distill import distill_update
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
 from upswing.learn.schedule import Schedule
-from upswing.models.load import load_model
-from upswing.recipe.distill import DistillStage
+from upswing.models.load import load_model, resolve_model
+from upswing.recipe import DistillStage, Recipe
+from upswing.recipe.models import NO_POLICY
 from upswing.stages.context import RunContext
 from upswing.stages.rows import Batch, make_batch
 from upswing.trajectory.types import Group
+
+
+def check_teacher(recipe: Recipe, stage: DistillStage, index: int) -> None:
+    """Raises ConfigError unless the teacher is an earlier stage or a model that can be found, and not the student."""
+    stages = _stages(recipe, index)
+    teacher, student = (recipe.source_of(index, name) for name in (stage.teacher, stage.from_))
+    if teacher == student or (student == "base" and teacher == recipe.model):
+        raise ConfigError(
+            f"stages.{index}.teacher: got '{stage.teacher}', the weights that the student starts from, so that there "
+            "is nothing to learn; use another stage or model"
+        )
+    try:
+        if teacher not in stages:
+            resolve_model(teacher, download=False)
+    except ModelNotFound as problem:
+        found = ", ".join(stages) + did_you_mean(teacher, stages)
+        raise ConfigError(
+            f"stages.{index}.teacher: no earlier stage with weights '{teacher}' ({found}), and {problem}"
+        ) from None
+
+
+def _stages(recipe: Recipe, index: int) -> list[str]:
+    """Whose weights a stage can use, by name."""
+    return ["base", *(other.name for other in recipe.stages[:index] if not isinstance(other, NO_POLICY))]
 
 
 class DistillMethod:
@@ -27,8 +53,8 @@ class DistillMethod:
         self.context, self.stage = context, stage
         student = context.source_model(context.recipe.source_of(index, stage.from_))
         name = context.recipe.source_of(index, stage.teacher)
-        own = name == "base" or name in [other.name for other in context.recipe.stages[:index]]
-        teacher = load_model(str(context.checkpoint(name) or context.recipe.model) if own else name)
+        known = name in _stages(context.recipe, index)
+        teacher = load_model(str(context.checkpoint(name) or context.recipe.model) if known else name)
         self.teacher = teacher.model.requires_grad_(False)
         check_same_vocabulary(context.loaded.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
         # The teacher is the learner's reference: it is run on the same rows in the same way.

@@ -40,6 +40,7 @@ from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext, RunState, TaskSource
+from upswing.stages.distill import check_teacher
 from upswing.stages.evaluate import measure, run_eval
 from upswing.stages.preference import run_preference
 from upswing.stages.reward_model import run_reward_model
@@ -77,6 +78,9 @@ class RunResult:
 def check(recipe: Recipe) -> World:
     """Everything that can be found wrong without loading the model. Raises ConfigError."""
     resolve_model(recipe.model, download=False)
+    for index, stage in enumerate(recipe.stages):
+        if isinstance(stage, DistillStage):
+            check_teacher(recipe, stage, index)
     return preflight(recipe)
 
 
