@@ -407,6 +407,7 @@ async def test_too_long_or_impossible_requests(make_engine: MakeEngine) -> None:
         ([5], Sampling(seed=-1), "seed is -1"),
         ([2**32 + 5], GREEDY, "vocabulary"),
         ([5], Sampling(max_tokens=9, stop_strings=("",)), "empty string"),
+        ([5], Sampling(max_tokens=9, stop_strings="</s>"), "tuple of texts"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(ValueError, match=message):
             await engine.generate(prompt, sampling)
@@ -491,7 +492,7 @@ async def test_any_mixture_of_requests_has_exact_logprobs(
 ) -> None:
     """Shared prefixes, turns, rewritten turns, evictions, cancels, releases and weight updates, all at once."""
     rng = random.Random(seed)
-    engine = make_engine(max_slots=rng.choice([1, 2, 5]), prefill_chunk=rng.choice([1, 9, 64]), max_context=256)
+    engine = make_engine(max_slots=rng.choice([1, 2, 5]), prefill_chunk=rng.choice([7, 16, 64]), max_context=256)
     starts = [*prompts(3, seed=seed, low=12, high=50), []]
     changed = copy.deepcopy(tiny.model)
     with torch.no_grad():

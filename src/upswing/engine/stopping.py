@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from upswing.engine.base import FinishReason, Sampling
@@ -17,6 +18,8 @@ class StopChecker:
     def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
         if sampling.stop_strings and tokenizer is None:
             raise ValueError("stop_strings need an engine with a tokenizer: TorchEngine(model, tokenizer=...)")
+        if isinstance(sampling.stop_strings, str):
+            raise ValueError(f"stop_strings is the text {sampling.stop_strings!r}; give a tuple of texts")
         if "" in sampling.stop_strings:
             raise ValueError("stop_strings has an empty string, which would stop everything")
         self._tokens = frozenset(sampling.stop_tokens)
@@ -28,7 +31,7 @@ class StopChecker:
         self._last_chars = frozenset(text[-1] for text in self._strings)
         # Decoding one token alone may drop a blank, so the shortcut below is not safe for stops that end in one.
         self._shortcut = not any(char.isspace() for char in self._last_chars)
-        self._pieces: dict[int, str] = {}
+        self._piece = cache(lambda token: _decode(tokenizer, [token]))
 
     def check(self, sampled: Sequence[int]) -> FinishReason | None:
         """Reason to stop after `sampled` (never empty), or None. A stop exactly at the limit is a STOP."""
@@ -37,17 +40,13 @@ class StopChecker:
         return FinishReason.LENGTH if len(sampled) >= self._max_tokens else None
 
     def _ends_in_stop_string(self, sampled: Sequence[int]) -> bool:
-        if self._shortcut and not self._may_end_stop_string(sampled[-1]):
+        # The last token must have a stop's last character, or half a character that may become one.
+        piece = self._piece(sampled[-1])
+        if self._shortcut and "�" not in piece and self._last_chars.isdisjoint(piece):
             return False
-        text = self._decode(sampled[-self._window :])
+        text = _decode(self._tokenizer, sampled[-self._window :])
         return any(stop in text for stop in self._strings)
 
-    def _may_end_stop_string(self, token: int) -> bool:
-        """Whether the token's text has a stop's last character, or half a character that may become one."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._decode([token])
-        return "�" in piece or not self._last_chars.isdisjoint(piece)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -345,7 +345,9 @@ class TorchEngine:
 
     def _try_place(self, request: _Request) -> bool:
         sequence = request.sequence[: request.length]
-        coming = self._prefix_being_computed(sequence)
+        # What running requests have of it but have not computed yet.
+        prefilling = (r for r in self._active if r.num_pending > 1)
+        coming = max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
         if coming and coming >= self._slots.longest_match(sequence) + MIN_SHARED:
             return False
         request.slot, source, shared = self._slots.place(sequence, request.session)
@@ -357,11 +359,6 @@ class TorchEngine:
         self.stats.evictions = self._slots.evictions
         self._active.append(request)
         return True
-
-    def _prefix_being_computed(self, sequence: Int32T) -> int:
-        """Longest prefix of `sequence` that a running request has but has not computed yet."""
-        prefilling = (request for request in self._active if request.num_pending > 1)
-        return max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
 
     def _step(self) -> list[_Request]:
         """One packed forward and one sampled token for each request whose sequence is complete."""

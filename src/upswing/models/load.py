@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,11 +76,8 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
         raise ConfigError(f"model '{spec}': {path} has no weights for '{sorted(report['missing_keys'])[0]}'")
     _check_supported(model, spec)
     # Rows are never padded here, and a padding id (often the end token's) would cut that embedding off from gradients.
-    embeddings = model.get_input_embeddings()
-    if isinstance(embeddings, torch.nn.Embedding):
-        embeddings.padding_idx = None
-    model.train(False)
-    return LoadedModel(model, tokenizer, path, spec)
+    model.get_input_embeddings().padding_idx = None
+    return LoadedModel(model.eval(), tokenizer, path, spec)
 
 
 def resolve_model(spec: str, *, download: bool = True) -> Path:
@@ -109,11 +105,9 @@ def resolve_model(spec: str, *, download: bool = True) -> Path:
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All ids that end a completion, ascending: generation config's and config's lists, tokenizer's, end of turn."""
     ids: set[int] = set()
-    for source in (model.generation_config, model.config):
+    for source in (model.generation_config, model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))
     vocab = tokenizer.get_vocab()
     template = str(getattr(tokenizer, "chat_template", None) or "")
     ids.update(vocab[token] for token in _END_OF_TURN if token in vocab and token in template)
@@ -158,18 +152,14 @@ def _converted(target: Path, convert: Callable[[Path], None]) -> Path:
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        with _no_progress_bars():
-            convert(work)
-        work.chmod(0o755)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work, _no_progress_bars():
+        folder = Path(work) / "model"
+        convert(folder)
         try:
-            work.rename(target)
+            folder.rename(target)
         except OSError:
             if not (target / "config.json").is_file():  # else another process was faster: its copy is the same
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return target
 
 
