@@ -21,14 +21,15 @@ def test_rows_become_tasks_in_order_with_all_their_columns(tmp_path):
         {"prompt": "a", "answer": "1", "level": 3, "difficulty": {"x": [1]}},
         "",
         {"question": "b\u2028", "answers": ["2", 3], "id": 7, "tags": {"hops": 2}},
+        '{"prompt": "\\ud83d\\ude00", "answer": "\\u00e9"}',
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}], "gold": 4.5},
     )
     tasks = tasks_from_jsonl(path, env="tool", split="dev")
-    assert [t.id for t in tasks] == ["rows-0", "7", "rows-2"]
-    assert [t.gold for t in tasks] == [("1",), ("2", "3"), ("4.5",)]
+    assert [t.id for t in tasks] == ["rows-0", "7", "rows-2", "rows-3"]
+    assert [t.gold for t in tasks] == [("1",), ("2", "3"), ("é",), ("4.5",)]
     assert tasks[0].data == {"level": 3, "difficulty": {"x": [1]}} and tasks[1].data == {}
     assert tasks[1].tags == {"hops": "2"} and tasks[1].messages == (Message(role="user", content="b\u2028"),)
-    assert [m.role for m in tasks[2].messages] == ["system", "user"]
+    assert [m.role for m in tasks[3].messages] == ["system", "user"] and tasks[2].messages[0].content == "😀"
     assert {(t.env, t.split) for t in tasks} == {("tool", "dev")}
 
 
@@ -69,6 +70,12 @@ GOOD = {"prompt": "a", "answer": "1"}
         ("{oops", ["not valid JSON"]),
         ('{"prompt": "b", "answer": NaN}', ["NaN"]),
         ('{"prompt": "b", "answer": "1", "answer": "2"}', ["'answer'", "twice"]),
+        ('{"prompt": "b", "answer": 1e999}', ["'answer'", "inf"]),
+        ('{"prompt": "b \\ud83d", "answer": "1"}', ["half of a surrogate pair"]),
+        ('{"prompt": "b", "answer": "1", "page": {"a": ["\\uDC00"]}}', ["half of a surrogate pair"]),
+        ({"messages": [{"role": "user", "content": "b", "name": 5}], "answer": "1"}, ["name", "got 5"]),
+        ({"messages": [{"role": "user", "content": "b", "tool_calls": []}], "answer": "1"}, ["'tool_calls'", "name"]),
+        ({"messages": [{"role": "user", "content": ["b"]}], "answer": "1"}, ["content"]),
         ("[1]", ["list"]),
     ],
 )

@@ -270,6 +270,9 @@ async def test_format_validity_of_what_really_happened():
         ({"tools": [search, search]}, ["'search'"]),
         ({"tools": [now], "protocol": "tags"}, ["'now'", "string"]),
         ({"tool_timeout_s": 0}, ["timeout_s"]),
+        ({"tool_timeout_s": "30"}, ["timeout_s", "'30'"]),
+        ({"tools_in_system": "yes"}, ["tools_in_system", "'yes'"]),
+        ({"system": ["Be brief."]}, ["system", "Be brief."]),
     ],
 )
 def test_options_that_can_not_work(options, words):
@@ -299,3 +302,6 @@ def test_tasks_by_split():
         ToolEnv([search], tasks={"train": [TASK], "test": [TASK]}).tasks("train")
     with pytest.raises(NotImplementedError, match="dataset"):
         ToolEnv([search]).tasks("train")
+    for wrong in (5, ["a question"]):
+        with pytest.raises(ConfigError, match="tasks must be Task objects or a JSONL path, got"):
+            ToolEnv([search], tasks=wrong).tasks("train")

@@ -108,6 +108,20 @@ def odd(query: threading.Lock) -> str:
     return ""
 
 
+class Tree(BaseModel):
+    branches: list["Tree"] = []
+
+
+def endless(tree: Tree) -> str:
+    """Doc."""
+    return ""
+
+
+def unknown_hint(query: "Qurey") -> str:  # noqa: F821
+    """Doc."""
+    return ""
+
+
 def positional(query: str, /) -> str:
     """Doc."""
     return query
@@ -122,6 +136,8 @@ def positional(query: str, /) -> str:
         (positional, ["'positional'", "query"]),
         (undocumented, ["'undocumented'", "docstring"]),
         (odd, ["'odd'", "'query'", "JSON schema"]),
+        (endless, ["'endless'", "'tree'", "JSON schema"]),
+        (unknown_hint, ["'unknown_hint'", "type hints can't be read", "Qurey"]),
         (lambda: "", ["<lambda>"]),
         (3, ["int"]),
     ],
@@ -132,7 +148,7 @@ def test_functions_that_can_not_be_tools(function, words):
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "5", True])
 def test_a_timeout_must_be_a_time(timeout_s):
     with pytest.raises(ConfigError, match="timeout_s"):
         Tool.from_function(search, timeout_s=timeout_s)

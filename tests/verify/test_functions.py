@@ -70,6 +70,30 @@ def test_what_an_episode_does_not_have_is_said_at_load(function, args, words):
     assert all(word in text for word in words), text
 
 
+class Judge:
+    def __init__(self, file: str, strictness: int = 1) -> None:
+        if file != "rules.txt":
+            raise OSError(f"no {file}")
+
+    def __call__(self, answer):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({}, "needs the argument 'file'"),
+        ({"file": "rules.txt", "strictnes": 2}, "no argument 'strictnes'; allowed: file, strictness; did you mean"),
+        ({"file": "x"}, "can't be made: OSError: no x"),
+    ],
+)
+def test_a_class_that_can_not_be_made_is_said_at_load(args, words):
+    verifier_from(Judge, {"file": "rules.txt"})
+    with pytest.raises(ConfigError, match="verifier 'Judge'") as caught:
+        verifier_from(Judge, args)
+    assert words in str(caught.value)
+
+
 def test_names_and_paths(tmp_path):
     assert verifier_from("strict_match").name == "strict_match"
     with pytest.raises(ConfigError, match="did you mean 'exact_match'"):

@@ -11,7 +11,8 @@ from upswing.envs.dataset import check_disjoint, load_tasks, tasks_from_jsonl
 from upswing.envs.parsing import CallParser, HermesParser, ParsedTurn, TagsParser, neutralize
 from upswing.envs.tool_env import ToolEnv
 from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
-from upswing.errors import ConfigError, did_you_mean
+from upswing.errors import ConfigError
+from upswing.verify.functions import check_arguments
 
 BUILTIN: Mapping[str, str] = {
     "geo_search": "upswing.envs.geo_search:GeoSearch",
@@ -59,17 +60,3 @@ def environment_factory(name: str, args: Mapping[str, Any] | None = None) -> Cal
     if issubclass(cls, ToolEnv):
         cls(**args)  # cheap, and it checks the tools before any model loads
     return lambda: cls(**args)
-
-
-def check_arguments(cls: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
-    """Raises ConfigError when `cls(**args)` would not fit the constructor's signature."""
-    parameters = inspect.signature(cls).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for key in args:
-            if key not in named:
-                allowed = ", ".join(named) or "none"
-                raise ConfigError(f"{what} has no argument '{key}'; allowed: {allowed}{did_you_mean(key, named)}")
-    for parameter in parameters:
-        if parameter.name in named and parameter.default is parameter.empty and parameter.name not in args:
-            raise ConfigError(f"{what} needs the argument '{parameter.name}'; put it under args")

@@ -7,17 +7,18 @@ other column goes to `Task.data`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Message, Task
+from upswing.trajectory.types import ROLES, Message, Task
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 GOLD_COLUMNS = ("answer", "answers", "gold")
 OTHER_COLUMNS = ("id", "tags", "split")
-ROLES = ("system", "user", "assistant", "tool")
+_KNOWN = (*PROMPT_COLUMNS, *GOLD_COLUMNS, *OTHER_COLUMNS)
 # fmt: off
 RESERVED = frozenset((
     "prompts", "completion", "completions", "prompt_ids", "completion_ids", "tokens", "sampled", "loss_mask",
@@ -87,7 +88,7 @@ def load_tasks(source: Any, *, env: str, split: str) -> list[Task]:
 def _tasks_of(source: Any, env: str, split: str) -> list[Task]:
     if isinstance(source, str | Path):
         return tasks_from_jsonl(source, env=env, split=split)
-    tasks = list(source)
+    tasks = list(source) if isinstance(source, Iterable) else [source]
     for task in tasks:
         if not isinstance(task, Task):
             raise ConfigError(f"tasks must be Task objects or a JSONL path, got {type(task).__name__} {task!r}"[:200])
@@ -112,6 +113,10 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+            if "\\ud" in line.lower():
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{path}:{number}: the row holds half of a surrogate pair, which is no text") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
@@ -139,12 +144,11 @@ def _task(row: dict[str, Any], where: str, default_id: str, env: str, split: str
     own_split = row.get("split")
     if own_split is not None and own_split != split:
         raise ConfigError(f"{where}: the row says split '{own_split}' but is read as '{split}'")
-    known = (*PROMPT_COLUMNS, *GOLD_COLUMNS, *OTHER_COLUMNS)
     return Task(
         id=_id(row, where, default_id),
         messages=_messages(row, where),
         gold=_gold(row, where, require_gold),
-        data={key: value for key, value in row.items() if key not in known},
+        data={key: value for key, value in row.items() if key not in _KNOWN},
         tags=_tags(row, where),
         env=env,
         split=split,
@@ -161,9 +165,8 @@ def _one_column(row: Mapping[str, Any], columns: Sequence[str], where: str) -> s
 
 def _keys(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     """What a message says of the row's keys, with the wanted column that one of them may be a misspelling of."""
-    known = (*PROMPT_COLUMNS, *GOLD_COLUMNS, *OTHER_COLUMNS)
-    hints = (did_you_mean(key, columns) for key in row if key not in known)
-    hint = next((f" ('{key}'{h})" for key, h in zip([k for k in row if k not in known], hints, strict=True) if h), "")
+    hints = (f" ('{key}'{hint})" for key in row if key not in _KNOWN and (hint := did_you_mean(key, columns)))
+    hint = next(hints, "")
     return f"keys: {', '.join(map(str, row)) or 'none'}; allowed: {', '.join(columns)}{hint}"
 
 
@@ -200,6 +203,8 @@ def message_from(item: Any, where: str) -> Message:
         raise ConfigError(
             f"{where}: role '{item['role']}' is not one of {', '.join(ROLES)}{did_you_mean(item['role'], ROLES)}"
         )
+    if not isinstance(item.get("name"), str | None):
+        raise ConfigError(f"{where}: a message's name must be text, got {item['name']!r}")
     extra = [key for key in item if key not in ("role", "content", "name")]
     if extra:
         raise ConfigError(f"{where}: a message has the unknown key '{extra[0]}'; allowed: role, content, name")
@@ -216,7 +221,7 @@ def _gold(row: Mapping[str, Any], where: str, required: bool) -> tuple[str, ...]
 
 
 def _answer(value: Any, where: str, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value in (math.inf, -math.inf):
         raise ConfigError(f"{where}: '{column}' must be a string, a number or a list of them, got {value!r}"[:200])
     if not str(value).strip():
         raise ConfigError(f"{where}: '{column}' has an empty answer")

@@ -15,14 +15,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from upswing.trajectory.types import ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
-ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
 _SPECIAL_TOKENS = re.compile(
     r"<[|｜][^<>|｜\n]{1,60}[|｜]>|</?s>|</?(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>|\[/?INST\]", re.IGNORECASE
@@ -43,17 +42,6 @@ class ParsedTurn:
     """Content error by call id, worded for the agent."""
 
 
-class CallParser(Protocol):
-    """Turns a text into calls or an answer."""
-
-    markers: tuple[str, ...]
-    """The protocol's tags: neutralised in whatever a tool returns."""
-
-    def parse(self, text: str) -> ParsedTurn:
-        """Read one finished assistant turn. Never raises."""
-        ...
-
-
 def neutralize(text: str, markers: Iterable[str] = ()) -> str:
     """`text` with protocol tags and chat special tokens made harmless.
 
@@ -63,13 +51,17 @@ def neutralize(text: str, markers: Iterable[str] = ()) -> str:
     text = text.encode("utf-8", "replace").decode("utf-8")
     known = sorted({marker for marker in markers if marker}, key=len, reverse=True)
     if known:
-        text = re.sub("|".join(map(re.escape, known)), _defuse, text, flags=re.IGNORECASE)
+        text = _any_of(known, re.IGNORECASE).sub(_defuse, text)
     return _SPECIAL_TOKENS.sub(_defuse, text)
 
 
 def _defuse(match: re.Match[str]) -> str:
     found = match.group(0)
     return _VISIBLE.get(found[0], found[0] + "·") + found[1:]
+
+
+def _any_of(texts: Iterable[str], flags: int = 0) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)), flags)
 
 
 class _Turn:
@@ -101,13 +93,16 @@ class _Turn:
         return close + len(THINK_CLOSE)
 
 
-class HermesParser:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several a turn; a turn without any is the answer."""
+class CallParser:
+    """Turns a text into calls or an answer, tag by tag: subclasses say what a tag holds and what it comes to."""
 
-    markers: tuple[str, ...] = (CALL_OPEN, CALL_CLOSE, *RESPONSE_TAGS, THINK_OPEN, THINK_CLOSE)
-    _next = re.compile("|".join(map(re.escape, (CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE))))
+    markers: tuple[str, ...]
+    """The protocol's tags: neutralised in whatever a tool returns."""
+    _next: re.Pattern[str]
+    """The tags that mean something."""
 
     def parse(self, text: str) -> ParsedTurn:
+        """Read one finished assistant turn. Never raises."""
         turn, at = _Turn(), 0
         while (found := self._next.search(text, at)) is not None:
             turn.text.append(text[at : found.start()])
@@ -116,16 +111,30 @@ class HermesParser:
                 at = turn.skip_thinking(text, at)
             elif tag == THINK_CLOSE:
                 turn.reset()
-            elif tag == CALL_OPEN:
-                at = self._read_call(text, at, turn)
+            elif tag.startswith("</"):
+                turn.errors.append(f"a {tag} without its opening tag")
             else:
-                turn.errors.append(f"a {CALL_CLOSE} without its {CALL_OPEN}")
+                at = self._read(text, at, tag, turn)
         turn.text.append(text[at:])
-        return self._result(turn)
-
-    def _result(self, turn: _Turn) -> ParsedTurn:
         if turn.errors:
             return ParsedTurn(error=f"{turn.errors[0]}. Nothing was run.")
+        return self._result(turn)
+
+    def _read(self, text: str, at: int, tag: str, turn: _Turn) -> int:
+        """Read what the opening `tag` that ends at `at` holds; returns where to go on."""
+        raise NotImplementedError
+
+    def _result(self, turn: _Turn) -> ParsedTurn:
+        raise NotImplementedError
+
+
+class HermesParser(CallParser):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several a turn; a turn without any is the answer."""
+
+    markers = (CALL_OPEN, CALL_CLOSE, *RESPONSE_TAGS, THINK_OPEN, THINK_CLOSE)
+    _next = _any_of((CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE))
+
+    def _result(self, turn: _Turn) -> ParsedTurn:
         if turn.calls:
             return ParsedTurn(calls=tuple(turn.calls), call_errors=turn.call_errors)
         answer = "".join(turn.text).strip()
@@ -133,9 +142,8 @@ class HermesParser:
             return ParsedTurn(error="the turn is empty: call a tool or write the answer.")
         return ParsedTurn(answer=answer)
 
-    def _read_call(self, text: str, at: int, turn: _Turn) -> int:
-        """Read the call whose opening tag ends at `at`; returns where to go on."""
-        start = _after_space(text, at)
+    def _read(self, text: str, at: int, tag: str, turn: _Turn) -> int:
+        start = at + len(text[at:]) - len(text[at:].lstrip())
         try:
             value, end = _DECODER.raw_decode(text, start)
             problem = None
@@ -155,7 +163,7 @@ class HermesParser:
         return close + len(CALL_CLOSE)
 
 
-class TagsParser:
+class TagsParser(CallParser):
     """`<search>…</search>` for a tool named search, `<answer>…</answer>` for the answer; other text is thinking aloud.
 
     first_params: tool name -> the parameter that takes the tag's text (stripped).
@@ -166,29 +174,14 @@ class TagsParser:
         names = [*self.first_params, "answer"]
         tags = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
         self.markers = (*tags, "<information>", "</information>", *RESPONSE_TAGS, THINK_OPEN, THINK_CLOSE)
-        self._next = re.compile("|".join(map(re.escape, (*tags, THINK_OPEN, THINK_CLOSE))))
+        self._next = _any_of((*tags, THINK_OPEN, THINK_CLOSE))
         self._usage = " or ".join(f"<{name}>…</{name}>" for name in names)
 
-    def parse(self, text: str) -> ParsedTurn:
-        turn, at = _Turn(), 0
-        while (found := self._next.search(text, at)) is not None:
-            tag, at = found.group(0), found.end()
-            if tag == THINK_OPEN:
-                at = turn.skip_thinking(text, at)
-            elif tag == THINK_CLOSE:
-                turn.reset()
-            elif tag.startswith("</"):
-                turn.errors.append(f"a {tag} without its opening tag")
-            else:
-                at = self._read_tag(text, at, tag[1:-1], turn)
-        return self._result(turn)
-
-    def _read_tag(self, text: str, at: int, name: str, turn: _Turn) -> int:
+    def _read(self, text: str, at: int, tag: str, turn: _Turn) -> int:
+        name = tag[1:-1]
         close = self._next.search(text, at)
         if close is None or close.group(0) != f"</{name}>":
-            turn.errors.append(
-                f"a <{name}> is not closed with </{name}>" + (f" before {close.group(0)}" if close else "")
-            )
+            turn.errors.append(f"a {tag} is not closed with </{name}>" + (f" before {close.group(0)}" if close else ""))
             return at
         content = text[at : close.start()].strip()
         if name == "answer":
@@ -198,8 +191,6 @@ class TagsParser:
         return close.end()
 
     def _result(self, turn: _Turn) -> ParsedTurn:
-        if turn.errors:
-            return ParsedTurn(error=f"{turn.errors[0]}. Nothing was run.")
         if len(turn.answers) > 1:
             return ParsedTurn(error="more than one <answer>: give exactly one.")
         if turn.answers and turn.calls:
@@ -209,12 +200,6 @@ class TagsParser:
         if turn.calls:
             return ParsedTurn(calls=tuple(turn.calls))
         return ParsedTurn(error=f"neither a call nor an answer: write {self._usage}.")
-
-
-def _after_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
 
 
 def _refuse_constant(name: str) -> Any:

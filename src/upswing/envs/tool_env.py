@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.dataset import load_tasks
@@ -46,16 +46,6 @@ class ToolEnv(Environment):
     """A longer result is cut, and says so."""
     source: Any = None
     """What `tasks` streams: tasks, a JSONL path, or either by split."""
-    _options: ClassVar[tuple[str, ...]] = (
-        "tools",
-        "max_turns",
-        "protocol",
-        "system",
-        "max_invalid_calls",
-        "tool_timeout_s",
-        "tools_in_system",
-        "max_result_chars",
-    )
 
     def __init__(
         self,
@@ -71,12 +61,9 @@ class ToolEnv(Environment):
         tasks: Any = None,
     ) -> None:
         """Every argument left out is the class attribute. Raises ConfigError for anything that can't work."""
-        given = locals()
-        for option in self._options:
-            if given[option] is not None:
-                setattr(self, option, given[option])
-        if tasks is not None:
-            self.source = tasks
+        given = {option: value for option, value in locals().items() if option != "self" and value is not None}
+        for option, value in given.items():
+            setattr(self, "source" if option == "tasks" else option, value)
         self._check_options()
         self._tools = self._make_tools()
         self.parser = self._make_parser()
@@ -215,6 +202,10 @@ class ToolEnv(Environment):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{label}: {option} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self.tools_in_system, bool):
+            raise ConfigError(f"{label}: tools_in_system must be true or false, got {self.tools_in_system!r}")
+        if not isinstance(self.system, str | None):
+            raise ConfigError(f"{label}: system must be text, got {self.system!r}")
         if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
             raise ConfigError(f"{label}: tools must be a list of functions, got {type(self.tools).__name__}")
 

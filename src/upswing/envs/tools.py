@@ -14,7 +14,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -57,8 +57,6 @@ class Tool:
     function: Callable[..., Any]
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds a call may take."""
-    definitions: Mapping[str, Any] = field(default_factory=dict)
-    """JSON schema `$defs` of recursive types; usually empty."""
 
     @classmethod
     def from_function(
@@ -77,31 +75,22 @@ class Tool:
         if not _NAME.fullmatch(called):
             raise ConfigError(f"tool name {called!r} is not allowed: use letters, digits, _ and - (pass name=…)")
         limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        if not (math.isfinite(limit_s) and limit_s > 0):
-            raise ConfigError(f"tool '{called}': timeout_s must be a positive number of seconds, got {limit_s}")
+        if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
+            raise ConfigError(f"tool '{called}': timeout_s must be a positive number of seconds, got {limit_s!r}")
         description, docs = _read_docstring(inspect.getdoc(target) or "")
         if not description:
             raise ConfigError(f"tool '{called}' has no docstring; its first lines tell the agent what it does")
-        parameters, definitions = _read_parameters(f, target, called, docs)
-        return cls(
-            name=called,
-            description=description,
-            parameters=parameters,
-            function=f,
-            timeout_s=float(limit_s),
-            definitions=definitions,
-        )
+        parameters = _read_parameters(f, target, called, docs)
+        return cls(name=called, description=description, parameters=parameters, function=f, timeout_s=float(limit_s))
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's function format, for chat templates."""
-        parameters: dict[str, Any] = {
+        parameters = {
             "type": "object",
             "properties": {p.name: dict(p.schema) for p in self.parameters},
             "required": [p.name for p in self.parameters if p.required],
         }
-        if self.definitions:
-            parameters["$defs"] = dict(self.definitions)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
@@ -161,22 +150,20 @@ def _plain(value: Any) -> Any:
 
 
 def _usage_of(parameter: Parameter) -> str:
-    kind = parameter.schema.get("type", "any")
-    text = f"{parameter.name}: {'any of ' + str(parameter.schema['enum']) if 'enum' in parameter.schema else kind}"
-    if parameter.required:
-        return text
-    return f"{text} = {json.dumps(parameter.schema.get('default'), ensure_ascii=False)}"
+    schema = parameter.schema
+    text = f"{parameter.name}: {'any of ' + str(schema['enum']) if 'enum' in schema else schema.get('type', 'any')}"
+    return text if parameter.required else f"{text} = {json.dumps(schema.get('default'), ensure_ascii=False)}"
 
 
 def _read_parameters(
     f: Callable[..., Any], target: Callable[..., Any], tool: str, docs: Mapping[str, str]
-) -> tuple[tuple[Parameter, ...], dict[str, Any]]:
+) -> tuple[Parameter, ...]:
     hinted = target if inspect.isroutine(target) else type(target).__call__
     try:
         hints = typing.get_type_hints(hinted, include_extras=True)
     except Exception as error:
         raise ConfigError(f"tool '{tool}': its type hints can't be read ({type(error).__name__}: {error})") from None
-    parameters, definitions = [], {}
+    parameters = []
     for parameter in inspect.signature(f).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(
@@ -186,23 +173,20 @@ def _read_parameters(
             raise ConfigError(
                 f"tool '{tool}': parameter '{parameter.name}' has no type hint; write '{parameter.name}: str', say"
             )
-        made, found = _read_parameter(parameter, hints[parameter.name], tool, docs.get(parameter.name, ""))
-        parameters.append(made)
-        definitions.update(found)
-    return tuple(parameters), definitions
+        parameters.append(_read_parameter(parameter, hints[parameter.name], tool, docs.get(parameter.name, "")))
+    return tuple(parameters)
 
 
-def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str) -> tuple[Parameter, dict[str, Any]]:
+def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str) -> Parameter:
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         schema = adapter.json_schema()
+        schema = _simplify(schema, schema.pop("$defs", {}), ())
     except Exception as error:
         raise ConfigError(
             f"tool '{tool}': parameter '{parameter.name}' has type {hint!r}, which has no JSON schema "
             f"({type(error).__name__}); use str, int, float, bool, list, dict, Literal, Enum or a pydantic model"
         ) from None
-    definitions = schema.pop("$defs", {})
-    schema = _simplify(schema, definitions, ())
     if doc:
         schema["description"] = doc
     required = parameter.default is inspect.Parameter.empty
@@ -211,10 +195,8 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str
             schema["default"] = json.loads(dump_result(parameter.default))
         except Exception:
             schema.pop("default", None)  # no JSON form: the agent just leaves it out
-    kept = {key: _simplify(value, {}, ()) for key, value in definitions.items()} if "$ref" in json.dumps(schema) else {}
     text = schema.get("type") == "string" or any(s.get("type") == "string" for s in schema.get("anyOf", ()))
-    made = Parameter(name=parameter.name, adapter=adapter, schema=schema, required=required, is_text=text)
-    return made, kept
+    return Parameter(name=parameter.name, adapter=adapter, schema=schema, required=required, is_text=text)
 
 
 def _simplify(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
@@ -223,10 +205,12 @@ def _simplify(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]
         return [_simplify(item, definitions, inside) for item in node]
     if not isinstance(node, dict):
         return node
-    key = str(node.get("$ref", "")).removeprefix("#/$defs/")
-    if key in definitions and key not in inside:
-        merged = {**definitions[key], **{k: v for k, v in node.items() if k != "$ref"}}
-        return _simplify(merged, definitions, (*inside, key))
+    if "$ref" in node:
+        key = str(node["$ref"]).removeprefix("#/$defs/")
+        if key in inside:
+            raise RecursionError(f"{key} holds itself")
+        rest = {k: v for k, v in node.items() if k != "$ref"}
+        return _simplify({**definitions[key], **rest}, definitions, (*inside, key))
     simple: dict[str, Any] = {}
     for name, value in node.items():
         if name == "properties":

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Message
+from upswing.trajectory.types import ROLES, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "user", "assistant", "tool")
 BREAK = "\ufdd0"
 """A Unicode noncharacter: it never occurs in text meant for interchange. `encode` cuts here and drops it."""
 PROBE = "\ufdd1"

@@ -18,6 +18,8 @@ Int32T = npt.NDArray[np.int32]
 Int16T = npt.NDArray[np.int16]
 Float32T = npt.NDArray[np.float32]
 
+ROLES = ("system", "user", "assistant", "tool")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
@@ -33,7 +35,7 @@ class Message:
     """One chat message. `content` is the raw text: of an assistant, everything it sampled, markup included."""
 
     role: str
-    """`system`, `user`, `assistant` or `tool`."""
+    """One of ROLES."""
     content: str
     name: str | None = None
     """Name of the tool that answers, for `role='tool'`; None otherwise."""

@@ -1,9 +1,9 @@
-"""The Episode that verifiers read, and how a plain function becomes a verifier."""
+"""The Episode that verifiers read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolRecord, Trajectory
@@ -29,7 +29,6 @@ class Episode:
     stop_reason: StopReason
     num_turns: int
     env_reward: float = 0.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Episode:

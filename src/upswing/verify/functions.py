@@ -102,11 +102,9 @@ def verifier_from(
     function = _load(given) if isinstance(given, str) else given
     inline = function in qa.BUILTIN.values()
     if inspect.isclass(function):
-        function, args = _instance(function, args, label), {}
+        function, args = _instance(function, args, f"verifier '{label}'"), {}
     if not callable(function):
         raise ConfigError(f"verifier '{label}' must be a function, got {type(function).__name__}")
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ConfigError(f"verifier '{label}': timeout_s must be a positive number of seconds, got {timeout_s}")
     fields = _fields_of(function, args, label)
     return Verifier(function, name=label, fields=fields, options=args, timeout_s=timeout_s, inline=inline)
 
@@ -127,12 +125,28 @@ def _load(spec: str) -> Any:
     return load_object(spec, "verifier", paths)
 
 
-def _instance(cls: type, args: Mapping[str, Any], label: str) -> Any:
+def check_arguments(cls: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
+    """Raises ConfigError when `cls(**args)` would not fit the constructor's signature."""
+    parameters = inspect.signature(cls).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in args:
+            if key not in named:
+                allowed = ", ".join(named) or "none"
+                raise ConfigError(f"{what} has no argument '{key}'; allowed: {allowed}{did_you_mean(key, named)}")
+    for parameter in parameters:
+        if parameter.name in named and parameter.default is parameter.empty and parameter.name not in args:
+            raise ConfigError(f"{what} needs the argument '{parameter.name}'; put it under args")
+
+
+def _instance(cls: type, args: Mapping[str, Any], what: str) -> Any:
+    check_arguments(cls, args, what)
     try:
-        inspect.signature(cls).bind(**args)
-    except TypeError as error:
-        raise ConfigError(f"verifier '{label}': {error}; its arguments are {inspect.signature(cls)}") from None
-    return cls(**args)
+        return cls(**args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} can't be made: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _fields_of(function: Callable[..., Any], args: Mapping[str, Any], label: str) -> tuple[str, ...]:

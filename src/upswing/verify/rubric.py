@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,7 +68,7 @@ def rubric_from(specs: Sequence[VerifierSpec]) -> Rubric:
     return Rubric([(verifier.name, verifier, weight) for verifier, weight in made])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SelfCheckRow:
     """How one made-up answer to one task was judged."""
 
@@ -77,14 +78,14 @@ class SelfCheckRow:
     value: float | None
     accepted: bool
     """It scored as much as the accepted answer does."""
-    should_accept: bool
 
     @property
     def ok(self) -> bool:
-        return self.accepted == self.should_accept
+        """Gold was accepted, anything else was not."""
+        return self.accepted == (self.case == "gold")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SelfCheckReport:
     """What `self_check` found."""
 
@@ -92,7 +93,7 @@ class SelfCheckReport:
 
     @property
     def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
+        return not self.failures
 
     @property
     def failures(self) -> tuple[SelfCheckRow, ...]:
@@ -100,9 +101,9 @@ class SelfCheckReport:
 
     def by_case(self) -> dict[str, tuple[int, int]]:
         """(accepted, tried) by case."""
-        cases = dict.fromkeys(row.case for row in self.rows)
-        picked = {case: [row.accepted for row in self.rows if row.case == case] for case in cases}
-        return {case: (sum(accepted), len(accepted)) for case, accepted in picked.items()}
+        tried = Counter(row.case for row in self.rows)
+        accepted = Counter(row.case for row in self.rows if row.accepted)
+        return {case: (accepted[case], count) for case, count in tried.items()}
 
 
 async def self_check(verifier: Rubric | Verifier, tasks: Sequence[Task]) -> SelfCheckReport:
@@ -115,21 +116,16 @@ async def self_check(verifier: Rubric | Verifier, tasks: Sequence[Task]) -> Self
         golds = [await verifier.score(_episode(task, gold)) for gold in task.gold]
         full = min((score.value for score in golds if score.value is not None), default=None)
         for gold, score in zip(task.gold, golds, strict=True):
-            rows.append(_row(task, "gold", gold, score, score.value is not None and score.value > floor, True))
+            better = score.value is not None and score.value > floor
+            rows.append(SelfCheckRow(task.id, "gold", gold, score.value, better))
         if not golds:
-            rows.append(_row(task, "gold", None, Score(value=None), False, True))
+            rows.append(SelfCheckRow(task.id, "gold", None, None, False))
         for case, answer in _wrong_answers(task, others):
             outcome = Outcome.TRUNCATED if case == "truncated" else Outcome.COMPLETED
-            score = await verifier.score(_episode(task, answer, outcome))
-            accepted = score.value is not None and (full is None or score.value >= full)
-            rows.append(_row(task, case, answer, score, accepted, False))
-    return SelfCheckReport(rows=tuple(rows))
-
-
-def _row(task: Task, case: str, answer: str | None, score: Score, accepted: bool, should_accept: bool) -> SelfCheckRow:
-    return SelfCheckRow(
-        task_id=task.id, case=case, answer=answer, value=score.value, accepted=accepted, should_accept=should_accept
-    )
+            value = (await verifier.score(_episode(task, answer, outcome))).value
+            accepted = value is not None and (full is None or value >= full)
+            rows.append(SelfCheckRow(task.id, case, answer, value, accepted))
+    return SelfCheckReport(tuple(rows))
 
 
 def _wrong_answers(task: Task, others: Sequence[str]) -> list[tuple[str, str | None]]:
