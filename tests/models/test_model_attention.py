@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
+from upswing.errors import ConfigError
+from upswing.models.attention import use_upswing_attention
 from upswing.models.tiny import tiny_model
 
 
@@ -41,6 +43,22 @@ def test_padded_batches_respect_their_mask(pair: tuple[PreTrainedModel, PreTrain
 def test_generate_with_a_cache(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     got, want = (m.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None) for m in pair)
     assert torch.equal(got, want)
+
+
+def test_several_tokens_continue_a_cached_prefix_without_a_mask(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    ours, theirs = pair
+    past = ours(IDS[:, :9], use_cache=True).past_key_values
+    got = ours(IDS[:, 9:], past_key_values=past).logits
+    torch.testing.assert_close(got, theirs(IDS).logits[:, 9:], atol=1e-4, rtol=1e-4)
+
+
+def test_attention_that_is_more_than_a_softmax_is_refused() -> None:
+    """Gemma 2 caps its scores; leaving that out would sample from another model without a word."""
+    sizes = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    use_upswing_attention(model)
+    with pytest.raises(ConfigError, match="'softcap', which is not supported"):
+        model(torch.tensor([[1, 2]]))
 
 
 def test_context_gets_every_layer_and_decides(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
