@@ -183,7 +183,7 @@ def permuted(weight: torch.Tensor, heads: int) -> np.ndarray:
     return weight.view(heads, 2, half, -1).transpose(1, 2).reshape(weight.shape).numpy()
 
 
-def write_gguf(path: Path, architecture: str = "llama", skip: str = "", extra: str = "") -> None:
+def write_gguf(path: Path, architecture: str = "llama", skip: str = "", extra: str = "", pre: str = "smollm") -> None:
     """The tiny model as a GGUF file with float32 tensors."""
     model, tokenizer = tiny_model(), tiny_tokenizer()
     config = model.config
@@ -201,11 +201,11 @@ def write_gguf(path: Path, architecture: str = "llama", skip: str = "", extra: s
     pieces = [backend.id_to_token(i) for i in range(len(tokenizer))]
     merges = json.loads(backend.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(pieces)
     kinds = [3] * 3 + [4] * 14 + [1] * (len(pieces) - 17)
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_token_merges([" ".join(pair) for pair in merges[: 1 if pre == "llama-bpe" else None]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(tokenizer.chat_template)
@@ -241,6 +241,19 @@ def test_gguf_file_is_converted_once_and_exactly(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(load_module, "convert_gguf", lambda *args: pytest.fail("converted twice"))
     again = load_model(str(tmp_path / "tiny-f32.gguf"))
     assert [child.name for child in (tmp_path / "cache" / "models").iterdir()] == [again.path.name]
+
+
+def test_llama_3_takes_a_piece_that_is_a_token_whatever_the_merges(tmp_path: Path) -> None:
+    """The file has one merge only; digits go by threes, and their pieces are not tokens here."""
+    write_gguf(tmp_path / "a.gguf", pre="llama-bpe")
+    tokenizer = load_model(str(tmp_path / "a.gguf")).tokenizer
+    assert tokenizer.convert_ids_to_tokens(tokenizer(" the capital 12").input_ids) == [
+        "Ġthe",
+        "Ġcapital",
+        "Ġ",
+        "1",
+        "2",
+    ]
 
 
 def test_gguf_refusals(tmp_path: Path) -> None:

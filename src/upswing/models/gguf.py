@@ -118,5 +118,7 @@ def _set_splitting(backend: Any, rule: str, path: Path) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
         if rule == "qwen2":
             backend.normalizer = normalizers.NFC()
+        else:
+            backend.model.ignore_merges = True  # Llama 3: a piece that is a token is that token, merges or not
     elif rule not in ("gpt-2", "gpt2", "default", ""):
         warnings.warn(f"{path}: unknown pre-tokenizer '{rule}'; text may be split differently", stacklevel=2)

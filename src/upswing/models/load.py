@@ -97,7 +97,8 @@ def resolve_model(spec: str, *, download: bool = True) -> Path:
         return _from_gguf_file(local, spec, download)
     if local.exists():
         raise ModelNotFound(f"model '{spec}' is a file; allowed: a folder with config.json, a .gguf file, or a hub id")
-    if _looks_like_hub_id(spec):
+    # `owner/name`, unless `owner` is a folder here: then a path was meant.
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", spec) and not local.parent.is_dir():
         return _from_hub(spec, download)
     raise ModelNotFound(_not_found(spec))
 
@@ -187,11 +188,6 @@ def _from_hub(hub_id: str, download: bool) -> Path:
         raise
     except Exception as error:  # the hub client raises many kinds, and any of them means: not from there
         raise ModelNotFound(f"model '{hub_id}' could not be fetched from the hub: {_first_line(error)}") from error
-
-
-def _looks_like_hub_id(spec: str) -> bool:
-    """`owner/name`, unless `owner` is a folder here: then a path was meant."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", spec) is not None and not Path(spec).parent.is_dir()
 
 
 def _checked_folder(folder: Path, spec: str) -> Path:
