@@ -121,6 +121,14 @@ def test_pass_figures_and_mixed_share_with_several_samples():
     assert summarize([make("a")]).pass_at_k == {}
 
 
+def test_a_full_reward_of_rounded_weights_is_a_success():
+    full = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
+    assert full < 1.0
+    made = [make("a", name=str(i)) for i in range(2)]
+    found = summarize([Trajectory(**{**vars(t), "score": Score(value=full, components={})}) for t in made])
+    assert found.pass_hat_k == {1: 1.0, 2: 1.0}
+
+
 def test_intervals_resample_tasks_when_there_are_several_samples():
     many = [make(str(t), float(t % 2), name=str(i)) for t in range(20) for i in range(6)]
     single = [make(str(t), float(t % 2)) for t in range(20)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upswing.trajectory.types import Task
-from upswing.view.charts import MatchRow, Series, line_chart, match_figure, ticks
+from upswing.view.charts import Series, line_chart, match_figure, ticks
 from upswing.view.curves import points
 from upswing.view.examples import example_from, token_texts
 from upswing.view.html import Html, escape, h
@@ -146,7 +146,8 @@ def test_higher_values_are_drawn_higher_and_later_ones_to_the_right():
 
 
 def test_match_figure_states_the_gap():
-    svg = match_figure([MatchRow("RL", 0.162, 0.11, 0.22, 0.944), MatchRow("base", 0.0, 0.0, 0.02, None)])
+    strict = {"mean": 0.162, "low": 0.11, "high": 0.22}
+    svg = match_figure([("RL", strict, 0.944), ("base", {"mean": 0.0, "low": 0.0, "high": 0.02}, None)])
     assert "gap 78.2" in svg and "strict 16.2 percent, normalised 94.4 percent" in svg
     assert svg.count("lenient") == 2  # one mark, one legend key: an unknown share isn't drawn
 

@@ -164,26 +164,25 @@ class Game:
 
     async def score(self, rubric: Any) -> Score:
         """The rubric's score of the finished episode."""
-        from upswing.trajectory.types import Outcome, StopReason
+        from upswing.trajectory.types import Outcome, StopReason, Trajectory
         from upswing.verify.base import Episode
 
         assert self.last is not None and self.last.done
         reason = self.last.stop_reason or StopReason.ENV_DONE
         ended = reason in (StopReason.ANSWERED, StopReason.ENV_DONE)
-        episode = Episode(
+        trajectory = Trajectory(
+            id=self.task.id,
             task=self.task,
+            branches=(),
             messages=tuple(self.messages),
-            answer=self.last.answer,
-            gold=self.task.gold,
-            data=self.task.data,
-            tool_records=tuple(self.records),
-            state=self.state,
             outcome=Outcome.COMPLETED if ended else Outcome.TRUNCATED,
             stop_reason=reason,
+            answer=self.last.answer,
+            tool_records=tuple(self.records),
             num_turns=self.turns,
-            env_reward=self.env_reward,
+            state=self.state,
         )
-        score: Score = await rubric.score(episode)
+        score: Score = await rubric.score(Episode.of(trajectory))
         return score
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from upswing.view.html import Html, h, join, table
 from upswing.view.text import number
 
 WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 14, 12, HEIGHT - 40
 MAX_TABLE_ROWS = 200
 X_LABEL = "step"
 
@@ -52,22 +53,14 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return min(marks[0], low), max(marks[-1], high)
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Maps data to SVG units."""
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Maps [low, high] to SVG units."""
+    return lambda value: round(start + (value - low) / ((high - low) or 1.0) * (end - start), 1)
 
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
 
-    def x(self, value: float) -> float:
-        span = (self.x_high - self.x_low) or 1.0
-        return round(LEFT + (value - self.x_low) / span * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(self, value: float) -> float:
-        span = (self.y_high - self.y_low) or 1.0
-        return round(HEIGHT - BOTTOM - (value - self.y_low) / span * (HEIGHT - TOP - BOTTOM), 1)
+def _legend(keys: Iterable[tuple[str, str]]) -> Html:
+    """A box of (CSS class of the mark, text)."""
+    return h("div", *(h("span", h("i", class_=f"key {c}"), text, class_="entry") for c, text in keys), class_="legend")
 
 
 def line_chart(title: str, series: Sequence[Series], y_label: str = "", meaning: str = "") -> Html:
@@ -75,77 +68,66 @@ def line_chart(title: str, series: Sequence[Series], y_label: str = "", meaning:
     drawn = [line for line in series if any(y is not None for _, y in line.points)]
     if not drawn:
         return Html("")
-    xs = [x for line in drawn for x, _ in line.points]
-    ys = [y for line in drawn for _, y in line.points if y is not None]
-    x_low, x_high = (min(xs) - 0.5, max(xs) + 0.5) if min(xs) == max(xs) else (min(xs), max(xs))
-    frame = _Frame(x_low, x_high, *_range(ys))
+    xs = sorted({x for line in drawn for x, _ in line.points})
+    columns = {line.name: list(map(dict(line.points).get, xs)) for line in drawn}
+    x_ends = (xs[0] - 0.5, xs[-1] + 0.5) if len(xs) == 1 else (xs[0], xs[-1])
+    y_ends = _range([y for column in columns.values() for y in column if y is not None])
+    to_x, to_y = _scale(*x_ends, LEFT, RIGHT), _scale(*y_ends, BOTTOM, TOP)
+    x_ticks = [x for x in ticks(*x_ends, most=6) if x_ends[0] <= x <= x_ends[1]]
+    if all(x.is_integer() for x in xs):
+        x_ticks = [x for x in x_ticks if x.is_integer()]
+    y_ticks = [y for y in ticks(*y_ends) if y_ends[0] <= y <= y_ends[1]]
+    hover = {
+        "label": X_LABEL,
+        "x": xs,
+        "px": list(map(to_x, xs)),
+        "series": [
+            {"name": name, "y": column, "py": [None if y is None else to_y(y) for y in column]}
+            for name, column in columns.items()
+        ],
+        "top": TOP,
+        "bottom": BOTTOM,
+    }
     svg = h(
         "svg",
-        _axes(frame, y_label, whole_x=all(float(x).is_integer() for x in xs)),
-        *(_line(line, frame, index) for index, line in enumerate(drawn)),
+        _axes([(x, to_x(x)) for x in x_ticks], [(y, to_y(y)) for y in y_ticks], y_label),
+        *(_line(line, to_x, to_y, index) for index, line in enumerate(drawn)),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         class_="chart",
         role="img",
         tabindex="0",
         aria_label=_spoken(title, drawn),
-        data_chart=json.dumps(_hover_data(drawn, frame)),
+        data_chart=json.dumps(hover),
     )
-    legend = None
-    if len(drawn) > 1:
-        keys = (h("span", h("i", class_=f"key s{i}"), line.name, class_="entry") for i, line in enumerate(drawn))
-        legend = h("div", *keys, class_="legend")
+    legend = _legend((f"s{i}", line.name) for i, line in enumerate(drawn)) if len(drawn) > 1 else None
     caption = h("figcaption", title, h("p", meaning, class_="muted") if meaning else None)
-    return h("figure", caption, legend, svg, _data_table(drawn), class_="card")
+    return h("figure", caption, legend, svg, _data_table(xs, columns), class_="card")
 
 
-def _axes(frame: _Frame, y_label: str, whole_x: bool) -> Html:
-    parts = []
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    for value in ticks(frame.y_low, frame.y_high):
-        if frame.y_low - 1e-9 <= value <= frame.y_high + 1e-9:
-            y = frame.y(value)
-            parts.append(h("line", x1=LEFT, x2=right, y1=y, y2=y, class_="grid"))
-            parts.append(h("text", f"{value:,.6g}", x=LEFT - 6, y=y + 3.5, class_="tick end"))
-    for value in ticks(frame.x_low, frame.x_high, most=6):
-        if frame.x_low <= value <= frame.x_high and (not whole_x or value.is_integer()):
-            parts.append(h("text", f"{value:,.6g}", x=frame.x(value), y=bottom + 15, class_="tick mid"))
-    parts.append(h("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    parts.append(h("text", X_LABEL, x=(LEFT + right) / 2, y=HEIGHT - 6, class_="label mid"))
-    middle = (TOP + bottom) / 2
-    parts.append(h("text", y_label, x=12, y=middle, transform=f"rotate(-90 12 {middle})", class_="label mid"))
+def _axes(x_ticks: Sequence[tuple[float, float]], y_ticks: Sequence[tuple[float, float]], y_label: str) -> Html:
+    """Grid, numbers and names; `*_ticks` are (value, SVG position)."""
+    middle = (TOP + BOTTOM) / 2
+    parts = [
+        h("line", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM, class_="axis"),
+        h("text", X_LABEL, x=(LEFT + RIGHT) / 2, y=HEIGHT - 6, class_="label mid"),
+        h("text", y_label, x=12, y=middle, transform=f"rotate(-90 12 {middle})", class_="label mid"),
+    ]
+    for value, y in y_ticks:
+        parts.append(h("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, class_="grid"))
+        parts.append(h("text", f"{value:,.6g}", x=LEFT - 6, y=y + 3.5, class_="tick end"))
+    parts += [h("text", f"{value:,.6g}", x=x, y=BOTTOM + 15, class_="tick mid") for value, x in x_ticks]
     return join(parts)
 
 
-def _line(line: Series, frame: _Frame, index: int) -> Html:
-    runs: list[list[tuple[float, float]]] = [[]]
-    for x, y in line.points:
-        if y is None:
-            runs.append([])
-        else:
-            runs[-1].append((frame.x(x), frame.y(y)))
+def _line(line: Series, to_x: Callable[[float], float], to_y: Callable[[float], float], index: int) -> Html:
     parts = []
-    for run in filter(None, runs):
-        parts.append(h("polyline", points=" ".join(f"{x},{y}" for x, y in run), class_=f"line s{index}"))
-        if line.dots or len(run) == 1:
-            parts.extend(h("circle", cx=x, cy=y, r=3.2, class_=f"dot s{index}") for x, y in run)
+    for known, points in groupby(line.points, key=lambda point: point[1] is not None):
+        if known:
+            run = [(to_x(x), to_y(y)) for x, y in points if y is not None]
+            parts.append(h("polyline", points=" ".join(f"{x},{y}" for x, y in run), class_=f"line s{index}"))
+            if line.dots or len(run) == 1:
+                parts.extend(h("circle", cx=x, cy=y, r=3.2, class_=f"dot s{index}") for x, y in run)
     return join(parts)
-
-
-def _hover_data(series: Sequence[Series], frame: _Frame) -> dict[str, object]:
-    """What the script needs to find the nearest x and show the values there."""
-    xs = sorted({x for line in series for x, _ in line.points})
-    return {
-        "label": X_LABEL,
-        "x": xs,
-        "px": [frame.x(x) for x in xs],
-        "series": [
-            {"name": line.name, "y": ys, "py": [None if y is None else frame.y(y) for y in ys]}
-            for line in series
-            for ys in [list(map(dict(line.points).get, xs))]
-        ],
-        "top": TOP,
-        "bottom": HEIGHT - BOTTOM,
-    }
 
 
 def _spoken(title: str, series: Sequence[Series]) -> str:
@@ -157,62 +139,43 @@ def _spoken(title: str, series: Sequence[Series]) -> str:
     return f"{title}: {'; '.join(parts)}. Arrow keys read the points."
 
 
-def _data_table(series: Sequence[Series]) -> Html:
-    xs = sorted({x for line in series for x, _ in line.points})
+def _data_table(xs: Sequence[float], columns: Mapping[str, Sequence[float | None]]) -> Html:
     stride = math.ceil(len(xs) / MAX_TABLE_ROWS)
-    by_x = [dict(line.points) for line in series]
-    rows = ([number(x), *(number(values.get(x)) for values in by_x)] for x in xs[::stride])
+    rows = (map(number, row) for row in list(zip(xs, *columns.values(), strict=True))[::stride])
     note = f"Data (every {stride}th point)" if stride > 1 else "Data"
-    columns = [X_LABEL, *(line.name for line in series)]
-    return h("details", h("summary", note), table(columns, rows, class_="data"), class_="points")
+    return h("details", h("summary", note), table([X_LABEL, *columns], rows, class_="data"), class_="points")
 
 
-@dataclass(frozen=True)
-class MatchRow:
-    """One evaluation in the strict/normalised figure; shares in 0..1."""
+def match_figure(rows: Sequence[tuple[str, Mapping[str, float], float | None]]) -> Html:
+    """Strict match with its interval beside the normalised one; a wide gap is what reward hacking looks like.
 
-    label: str
-    strict: float
-    strict_low: float
-    strict_high: float
-    lenient: float | None
-
-
-def match_figure(rows: Sequence[MatchRow]) -> Html:
-    """Strict match with its interval beside the normalised one; a wide gap is what reward hacking looks like."""
-    row_height, left, width = 34, 130, 760
+    A row: name, interval of the strict match (`mean`, `low`, `high`), mean of the normalised one if known.
+    """
+    row_height, left, right, width = 34, 130, 670, 760
     height = 16 + row_height * len(rows) + 36
-    right = width - 90
-
-    def x(share: float) -> float:
-        return round(left + share * (right - left), 1)
-
-    parts = []
+    to_x = _scale(0, 1, left, right)
+    parts = [h("text", "share of questions", x=(left + right) / 2, y=height - 4, class_="label mid")]
     for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(h("line", x1=x(share), x2=x(share), y1=8, y2=height - 36, class_="grid"))
-        parts.append(h("text", f"{100 * share:.0f} %", x=x(share), y=height - 20, class_="tick mid"))
-    parts.append(h("text", "share of questions", x=(left + right) / 2, y=height - 4, class_="label mid"))
-    for index, row in enumerate(rows):
-        y = 8 + row_height * (index + 0.5)
-        parts.append(h("text", row.label, x=left - 12, y=y + 4, class_="name end"))
-        parts.append(h("line", x1=x(row.strict_low), x2=x(row.strict_high), y1=y, y2=y, class_="interval"))
-        if row.lenient is not None:
-            parts.append(h("line", x1=x(row.strict), x2=x(row.lenient), y1=y, y2=y, class_="gap"))
-            middle = x(row.lenient)
-            diamond = f"{middle},{y - 5} {middle + 5},{y} {middle},{y + 5} {middle - 5},{y}"
+        parts.append(h("line", x1=to_x(share), x2=to_x(share), y1=8, y2=height - 36, class_="grid"))
+        parts.append(h("text", f"{100 * share:.0f} %", x=to_x(share), y=height - 20, class_="tick mid"))
+    spoken = []
+    for index, (label, strict, lenient) in enumerate(rows):
+        y, x = 8 + row_height * (index + 0.5), to_x(strict["mean"])
+        said = "unknown"
+        parts.append(h("text", label, x=left - 12, y=y + 4, class_="name end"))
+        parts.append(h("line", x1=to_x(strict["low"]), x2=to_x(strict["high"]), y1=y, y2=y, class_="interval"))
+        if lenient is not None:
+            end, said = to_x(lenient), f"{100 * lenient:.1f} percent"
+            diamond = f"{end},{y - 5} {end + 5},{y} {end},{y + 5} {end - 5},{y}"
+            parts.append(h("line", x1=x, x2=end, y1=y, y2=y, class_="gap"))
             parts.append(h("polygon", points=diamond, class_="lenient"))
-            parts.append(h("text", f"gap {100 * (row.lenient - row.strict):.1f}", x=right + 12, y=y + 4, class_="tick"))
-        parts.append(h("circle", cx=x(row.strict), cy=y, r=5, class_="strict"))
-    spoken = "; ".join(
-        f"{row.label}: strict {100 * row.strict:.1f} percent, normalised "
-        + ("unknown" if row.lenient is None else f"{100 * row.lenient:.1f} percent")
-        for row in rows
-    )
-    svg = h("svg", *parts, viewBox=f"0 0 {width} {height}", class_="match", role="img", aria_label=spoken)
-    keys = {
-        "strict": "strict match, with 95 % interval",
-        "lenient": "normalised match (case, articles and punctuation ignored)",
-    }
-    entries = (h("span", h("i", class_=f"key {key}"), text, class_="entry") for key, text in keys.items())
-    legend = h("div", *entries, class_="legend")
-    return h("figure", h("figcaption", "Strict and normalised match"), legend, svg, class_="card wide")
+            parts.append(h("text", f"gap {100 * (lenient - strict['mean']):.1f}", x=right + 12, y=y + 4, class_="tick"))
+        parts.append(h("circle", cx=x, cy=y, r=5, class_="strict"))
+        spoken.append(f"{label}: strict {100 * strict['mean']:.1f} percent, normalised {said}")
+    label = "; ".join(spoken)
+    svg = h("svg", *parts, viewBox=f"0 0 {width} {height}", class_="match", role="img", aria_label=label)
+    keys = [
+        ("strict", "strict match, with 95 % interval"),
+        ("lenient", "normalised match (case, articles and punctuation ignored)"),
+    ]
+    return h("figure", h("figcaption", "Strict and normalised match"), _legend(keys), svg, class_="card wide")

@@ -119,7 +119,7 @@ def render_example(example: Mapping[str, Any]) -> Html:
 def _column(item: Mapping[str, Any]) -> Html:
     reward = item.get("reward")
     verdict = "not scored" if reward is None else f"reward {number(reward)}"
-    good = "" if reward is None else " good" if reward >= 1 else " bad" if reward <= 0 else ""
+    good = "" if reward is None else " good" if reward >= 1 - 1e-9 else " bad" if reward <= 0 else ""
     answer = item.get("answer")
     head = h(
         "header",

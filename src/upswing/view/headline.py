@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from upswing.view.charts import MatchRow, match_figure
+from upswing.view.charts import match_figure
 from upswing.view.html import Html, h, join, table
 from upswing.view.text import DASH, difference, interval, number, p_value, readable, share
 
@@ -119,7 +119,7 @@ def _figure(entries: Sequence[Entry]) -> Html:
         scores = _scores(entry)
         if strict := scores.get("strict_match"):
             lenient = scores.get("exact_match", {}).get("mean")
-            rows.append(MatchRow(str(entry.get("label", "?")), strict["mean"], strict["low"], strict["high"], lenient))
+            rows.append((str(entry.get("label", "?")), strict, lenient))
     return match_figure(rows) if rows else Html("")
 
 
