@@ -19,7 +19,7 @@ _MAX_GAP = 1
 
 
 class KVCache:
-    """Per layer of `model`, keys and values [S, Hkv, T, D]; both S and T grow when needed, up to the maxima."""
+    """Per layer of `model`, keys and values [2, S, Hkv, T, D]; S and T grow when needed, up to the maxima."""
 
     def __init__(self, model: PreTrainedModel, *, max_slots: int, max_positions: int) -> None:
         config = model.config
@@ -27,34 +27,28 @@ class KVCache:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         self.max_slots, self.max_positions = max_slots, max_positions
-        self.num_slots = self.num_positions = 0
-        empty = torch.zeros(0, num_kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
-        self.keys = [empty] * config.num_hidden_layers
-        self.values = [empty] * config.num_hidden_layers
+        empty = torch.zeros(2, 0, num_kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
+        self.layers = [empty] * config.num_hidden_layers
 
     def reserve(self, slots: int, positions: int) -> None:
         """Make room for that many slots and positions, growing by at least half so that copies stay rare."""
-        new_slots, new_positions = self.num_slots, self.num_positions
-        if slots > new_slots:
-            new_slots = min(max(slots, new_slots + new_slots // 2, 4), self.max_slots)
-        if positions > new_positions:
-            new_positions = max(positions, new_positions + new_positions // 2, _MIN_POSITIONS)
-            new_positions = min(new_positions, self.max_positions)
-        if (new_slots, new_positions) == (self.num_slots, self.num_positions):
+        _, old_slots, num_heads, old_positions, head_dim = self.layers[0].shape
+        if slots <= old_slots and positions <= old_positions:
             return
-        for held in (self.keys, self.values):
-            for layer, old in enumerate(held):
-                # Zeros, not empty memory: masked positions get weight 0, and 0 times NaN would still be NaN.
-                new = old.new_zeros(new_slots, old.shape[1], new_positions, old.shape[3])
-                new[: self.num_slots, :, : self.num_positions] = old
-                held[layer] = new
-        self.num_slots, self.num_positions = new_slots, new_positions
+        if slots > old_slots:
+            slots = min(max(slots, old_slots + old_slots // 2, 4), self.max_slots)
+        if positions > old_positions:
+            positions = min(max(positions, old_positions + old_positions // 2, _MIN_POSITIONS), self.max_positions)
+        shape = (2, max(slots, old_slots), num_heads, max(positions, old_positions), head_dim)
+        for i, old in enumerate(self.layers):
+            # Zeros, not empty memory: masked positions get weight 0, and 0 times NaN would still be NaN.
+            self.layers[i] = old.new_zeros(shape)
+            self.layers[i][:, :old_slots, :, :old_positions] = old
 
     def copy_prefix(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy positions [start, stop) from one slot to another."""
-        for held in (self.keys, self.values):
-            for tensor in held:
-                tensor[target, :, start:stop] = tensor[source, :, start:stop]
+        for layer in self.layers:
+            layer[:, target, :, start:stop] = layer[:, source, :, start:stop]
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class CachedAttention:
         self._long = [segment for segment in segments if segment.count > 1]
         singles = [segment for segment in segments if segment.count == 1]
         self._single_offset = sum(segment.count for segment in self._long)
-        like = cache.keys[0]
+        like = cache.layers[0]
         slots = [segment.slot for segment in segments for _ in range(segment.count)]
         self._slots = torch.tensor(slots, device=like.device)
         positions = [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
@@ -102,20 +96,23 @@ class CachedAttention:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        cached = self._cache.layers[layer]
+        keys, values = cached
         keys[self._slots, :, self.positions_N] = k[0].transpose(0, 1)
         values[self._slots, :, self.positions_N] = v[0].transpose(0, 1)
         out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         for segment in self._long:
-            self._attend_segment(layer, segment, q, scaling, out)
+            self._attend_segment(cached, segment, q, scaling, out)
         if self._runs:
-            self._attend_singles(layer, q, scaling, out)
+            self._attend_singles(cached, q, scaling, out)
         return out[None]
 
-    def _attend_segment(self, layer: int, segment: Segment, q: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
+    def _attend_segment(
+        self, cached: torch.Tensor, segment: Segment, q: torch.Tensor, scaling: float, out: torch.Tensor
+    ) -> None:
         rows = slice(segment.offset, segment.offset + segment.count)
         stop = segment.start + segment.count
-        keys, values = self._cache.keys[layer][segment.slot], self._cache.values[layer][segment.slot]
+        keys, values = cached[:, segment.slot]
         num_kv = keys.shape[0]
         group = q.shape[1] // num_kv
         # Key heads as the batch and the group as heads: shared keys are expanded by stride, not copied.
@@ -130,10 +127,9 @@ class CachedAttention:
         )
         out[rows] = attended.flatten(0, 1).transpose(0, 1)
 
-    def _attend_singles(self, layer: int, q: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
+    def _attend_singles(self, cached: torch.Tensor, q: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
         first = self._single_offset
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        num_kv, head_dim = keys.shape[1], keys.shape[3]
+        _, _, num_kv, _, head_dim = cached.shape
         queries = q[0, :, first:].transpose(0, 1).reshape(-1, num_kv, q.shape[1] // num_kv, head_dim)
         for run in self._runs:
             rows_q = queries[run.rows]
@@ -142,13 +138,8 @@ class CachedAttention:
                 spread[run.inside] = rows_q
                 rows_q = spread
             # A group's queries share their keys, so they stand as query positions of one key head.
-            attended = F.scaled_dot_product_attention(
-                rows_q,
-                keys[run.slots, :, : run.mask.shape[-1]],
-                values[run.slots, :, : run.mask.shape[-1]],
-                attn_mask=run.mask,
-                scale=scaling,
-            )
+            keys, values = cached[:, run.slots, :, : run.mask.shape[-1]]
+            attended = F.scaled_dot_product_attention(rows_q, keys, values, attn_mask=run.mask, scale=scaling)
             if run.inside is not None:
                 attended = attended[run.inside]
             out[first + run.rows.start : first + run.rows.stop] = attended.flatten(1, 2)
