@@ -131,7 +131,7 @@ async def test_a_groups_prompt_is_computed_once(make_engine: MakeEngine) -> None
     assert engine.stats.decode_tokens == 8 * 11
     alone = [await make_engine().generate(prompt, s) for s in samplings]
     assert [c.tokens for c in done] == [c.tokens for c in alone]
-    assert len({c.tokens for c in done}) > 1
+    assert len({c.tokens for c in done}) == 8  # case SYNC-07: every seed its own text, and the same one again
 
 
 async def test_a_system_prompt_is_shared_across_groups(make_engine: MakeEngine, oracle: PreTrainedModel) -> None:
