@@ -60,7 +60,7 @@ GOOD = {"prompt": "a", "answer": "1"}
         ({"prompt": "b", "answer": "1", "loss_mask": 1}, ["'loss_mask'", "rename"]),
         ({"prompt": "b", "answer": "1", "state": 1}, ["'state'", "rename"]),
         ({"prompt": "b", "answer": "1", "split": "test"}, ["'test'", "'train'"]),
-        ({"prompt": "", "answer": "1"}, ["non-empty"]),
+        ({"prompt": "", "answer": "1"}, ["'prompt'", "not empty"]),
         ({"messages": "b", "answer": "1"}, ["list of messages"]),
         ({"messages": [{"role": "usr", "content": "b"}], "answer": "1"}, ["'usr'", "did you mean 'user'"]),
         ({"messages": [{"role": "user"}], "answer": "1"}, ["content"]),

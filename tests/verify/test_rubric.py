@@ -101,3 +101,11 @@ async def test_the_self_check_finds_bad_verifiers(check):
 
 async def test_a_task_without_an_answer_is_found():
     assert not (await self_check(verifier_from("strict_match"), tasks(()))).ok
+
+
+async def test_a_component_that_is_no_number_is_none_and_the_score_stands(episode):
+    def parts(answer):
+        return Score(value=0.5, components={"x": float("nan"), "y": 1.0})
+
+    score = await Rubric([("mine", parts, 2.0)]).score(episode())
+    assert score.value == 1.0 and score.components == {"mine": 0.5, "mine.x": None, "mine.y": 1.0}

@@ -6,11 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
-from upswing.envs.dataset import check_disjoint, load_tasks, tasks_from_jsonl
-from upswing.envs.parsing import CallParser, HermesParser, ParsedTurn, TagsParser, neutralize
+from upswing.envs.base import AssistantMessage, Environment, Observation
+from upswing.envs.dataset import check_disjoint, tasks_from_jsonl
 from upswing.envs.tool_env import ToolEnv
-from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
 from upswing.errors import ConfigError
 from upswing.verify.functions import check_arguments
 
@@ -21,23 +19,12 @@ BUILTIN: Mapping[str, str] = {
 }
 
 __all__ = [
-    "BUILTIN",
     "AssistantMessage",
-    "CallParser",
     "Environment",
-    "Expert",
-    "HermesParser",
     "Observation",
-    "ParsedTurn",
-    "TagsParser",
-    "Tool",
-    "ToolArgumentError",
     "ToolEnv",
-    "ToolFailed",
     "check_disjoint",
     "environment_factory",
-    "load_tasks",
-    "neutralize",
     "tasks_from_jsonl",
 ]
 

@@ -181,19 +181,26 @@ def _messages(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
     column = _one_column(row, PROMPT_COLUMNS, where)
     if column is None:
         raise ConfigError(f"{where}: the row has no prompt; {_keys(row, PROMPT_COLUMNS)}")
-    value = row[column]
-    if isinstance(value, str):
-        if column == "messages" or not value.strip():
-            raise ConfigError(f"{where}: '{column}' must be {'a list of messages' if value.strip() else 'non-empty'}")
-        return (Message(role="user", content=value),)
-    if not isinstance(value, list) or not value or column == "question":
-        raise ConfigError(f"{where}: '{column}' must be a string or a list of messages, got {type(value).__name__}")
-    messages = tuple(message_from(item, where) for item in value)
+    if column == "messages" and isinstance(row[column], str):
+        raise ConfigError(f"{where}: 'messages' must be a list of messages; text goes under 'prompt'")
+    return prompt_from(row[column], f"{where}: '{column}'")
+
+
+def prompt_from(value: Any, where: str) -> tuple[Message, ...]:
+    """A string or a list of messages up to the agent's turn."""
+    messages = messages_from(value, where, "user")
     if messages[-1].role not in ("user", "tool"):
-        raise ConfigError(
-            f"{where}: '{column}' ends with role '{messages[-1].role}'; the last message must be the user's"
-        )
+        raise ConfigError(f"{where} ends with role '{messages[-1].role}'; it must end before the agent's turn")
     return messages
+
+
+def messages_from(value: Any, where: str, role: str) -> tuple[Message, ...]:
+    """A list of messages; a string is one of `role`."""
+    if isinstance(value, str) and value.strip():
+        return (Message(role=role, content=value),)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where} must be text or a list of messages, not empty; got {str(value)[:80]!r}")
+    return tuple(message_from(item, where) for item in value)
 
 
 def message_from(item: Any, where: str) -> Message:

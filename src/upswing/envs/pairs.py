@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from upswing.envs.dataset import message_from, read_rows
+from upswing.envs.dataset import messages_from, prompt_from, read_rows
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message
 
@@ -51,9 +51,7 @@ def _pair(row: dict[str, Any], where: str, paired: bool) -> PairRow:
     if row.get("prompt") is None or not present or (paired and len(present) < 2):
         lacking = "prompt" if row.get("prompt") is None else next(side for side in SIDES if side not in present)
         raise ConfigError(f"{where}: the row has no '{lacking}'; a row needs prompt, chosen and rejected")
-    prompt = _messages(row["prompt"], "user", f"{where}: 'prompt'")
-    if prompt[-1].role not in ("user", "tool"):
-        raise ConfigError(f"{where}: 'prompt' ends with role '{prompt[-1].role}'; it must end before the agent's turn")
+    prompt = prompt_from(row["prompt"], f"{where}: 'prompt'")
     sides = {side: _answer(row[side], f"{where}: '{side}'") if side in present else () for side in SIDES}
     if sides["chosen"] == sides["rejected"]:
         raise ConfigError(f"{where}: 'chosen' and 'rejected' are the same, so neither is better")
@@ -63,18 +61,9 @@ def _pair(row: dict[str, Any], where: str, paired: bool) -> PairRow:
     return PairRow(where=where, prompt=prompt, tools=tuple(tools), **sides)
 
 
-def _messages(value: Any, role: str, where: str) -> tuple[Message, ...]:
-    """A string is one message of `role`."""
-    if isinstance(value, str) and value.strip():
-        return (Message(role=role, content=value),)
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where} must be text or a list of messages, not empty; got {str(value)[:80]!r}")
-    return tuple(message_from(item, where) for item in value)
-
-
 def _answer(value: Any, where: str) -> tuple[Message, ...]:
     """What the agent said, with what it was answered in between."""
-    messages = _messages(value, "assistant", where)
+    messages = messages_from(value, where, "assistant")
     roles = [message.role for message in messages]
     if roles[0] != "assistant" or roles[-1] != "assistant":
         raise ConfigError(f"{where} must begin and end with an assistant message; its roles: {', '.join(roles)}")

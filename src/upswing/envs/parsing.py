@@ -245,8 +245,8 @@ def read_arguments(value: Any) -> tuple[Mapping[str, Any], str | None]:
 
 
 def _json_type(value: Any) -> str:
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _guess_name(text: str) -> str:

@@ -65,7 +65,11 @@ class ToolEnv(Environment):
         for option, value in given.items():
             setattr(self, "source" if option == "tasks" else option, value)
         self._check_options()
-        self._tools = self._make_tools()
+        self._tools: dict[str, Tool] = {}
+        for tool in (Tool.from_function(_function(each), timeout_s=self.tool_timeout_s) for each in self.tools):
+            if tool.name in self._tools:
+                raise ConfigError(f"{type(self).__name__}: two tools are called '{tool.name}'; rename one")
+            self._tools[tool.name] = tool
         self.parser = self._make_parser()
         self._turns = self._invalid_in_row = 0
         self._counts = {"tool_calls": 0, "invalid_calls": 0, "tool_errors": 0}
@@ -208,15 +212,6 @@ class ToolEnv(Environment):
             raise ConfigError(f"{label}: system must be text, got {self.system!r}")
         if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
             raise ConfigError(f"{label}: tools must be a list of functions, got {type(self.tools).__name__}")
-
-    def _make_tools(self) -> dict[str, Tool]:
-        made: dict[str, Tool] = {}
-        for given in self.tools:
-            tool = Tool.from_function(_function(given), timeout_s=self.tool_timeout_s)
-            if tool.name in made:
-                raise ConfigError(f"{type(self).__name__}: two tools are called '{tool.name}'; rename one")
-            made[tool.name] = tool
-        return made
 
     def _make_parser(self) -> CallParser:
         if self.protocol == "hermes":

@@ -6,7 +6,6 @@ Trajectories run concurrently; the engine batches their turns, and a slow tool h
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from upswing.seeding import derive_seed
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
 from upswing.verify.base import Episode
+from upswing.verify.functions import finite
 
 OnDone = Callable[[Trajectory], None]
 
@@ -146,14 +146,4 @@ class Rollouts:
             score = Score(value=None, reason=f"scoring took longer than {self.limits.scoring_timeout_s:g} s")
         except Exception as problem:
             score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
-        return replace(trajectory, score=_finite(score))
-
-
-def _finite(score: Score) -> Score:
-    """A component or value that is NaN or infinite couldn't be scored: None."""
-
-    def number(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
-    parts = {name: number(value) for name, value in score.components.items()}
-    return replace(score, value=number(score.value), components=parts)
+        return replace(trajectory, score=finite(score))

@@ -21,18 +21,8 @@ from typing import Any
 import numpy as np
 
 from upswing.errors import ConfigError, InvalidTrajectory
-from upswing.trajectory.types import (
-    Branch,
-    DriftEvent,
-    Message,
-    Outcome,
-    Score,
-    StopReason,
-    Task,
-    ToolCall,
-    ToolRecord,
-    Trajectory,
-)
+from upswing.trajectory import types
+from upswing.trajectory.types import Branch, Message, Score, Task, ToolCall, ToolRecord, Trajectory
 from upswing.trajectory.validate import DTYPES
 
 _STAGE = r"[A-Za-z0-9][A-Za-z0-9_.\-]*"
@@ -137,8 +127,7 @@ def _read_shard(path: Path) -> Iterator[StoredTrajectory]:
 
 def _to_line(stage: str, step: int, trajectory: Trajectory) -> str:
     """One line of ASCII JSON (lone surrogates in sampled text survive as escapes)."""
-    record = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(trajectory)}
-    record["branches"] = [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches]
+    record = vars(trajectory) | {"branches": [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches]}
     try:
         plain = _plain({"stage": stage, "step": step, "trajectory": record}, "")
     except TypeError as error:
@@ -206,13 +195,13 @@ def _from_json(record: Mapping[str, Any]) -> Trajectory:
         "task": _task(record["task"]),
         "branches": tuple(_branch(item) for item in record["branches"]),
         "messages": tuple(Message(**item) for item in record["messages"]),
-        "outcome": Outcome(record["outcome"]),
-        "stop_reason": StopReason(record["stop_reason"]),
+        "outcome": types.Outcome(record["outcome"]),
+        "stop_reason": types.StopReason(record["stop_reason"]),
         "tool_records": tuple(
             ToolRecord(**{**item, "call": ToolCall(**item["call"])}) for item in record["tool_records"]
         ),
         "score": None if score is None else Score(**score),
-        "drift": tuple(DriftEvent(**item) for item in record["drift"]),
+        "drift": tuple(types.DriftEvent(**item) for item in record["drift"]),
     }
     return Trajectory(**{**record, **read})
 

@@ -22,33 +22,25 @@ WHOLE = "episode"
 DEFAULT_TIMEOUT_S = 30.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verifier:
     """A checked function, `await verifier(episode) -> Score`. Make one with `verifier_from`."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str,
-        fields: tuple[str, ...],
-        options: Mapping[str, Any],
-        timeout_s: float,
-        inline: bool = False,
-    ) -> None:
-        self.name = name
-        self.function = function
-        self.fields = fields
-        """The Episode fields that it reads."""
-        self.options = dict(options)
-        self.timeout_s = timeout_s
-        self._inline = inline
+    name: str
+    function: Callable[..., Any]
+    fields: tuple[str, ...]
+    """The Episode fields that it reads."""
+    options: Mapping[str, Any]
+    timeout_s: float
+    inline: bool = False
+    """Called where it is, without a thread and a deadline."""
 
     async def __call__(self, episode: Episode) -> Score:
         """The score; value None with the reason when it raised, took too long or gave no finite number."""
         kwargs = {name: episode if name == WHOLE else getattr(episode, name) for name in self.fields}
         kwargs.update(self.options)
         try:
-            if self._inline:
+            if self.inline:
                 return to_score(self.function(**kwargs))
             return to_score(await call_with_deadline(self.function, kwargs, self.timeout_s))
         except DeadlineExceeded as error:
@@ -66,7 +58,7 @@ class Verifier:
 def to_score(value: Any) -> Score:
     """What a verifier returned, as a Score: a number or a boolean; None and non-finite numbers could not score."""
     if isinstance(value, Score):
-        return _checked(value)
+        return finite(value)
     if value is None:
         return Score(value=None, reason="the verifier returned None")
     if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
@@ -76,13 +68,16 @@ def to_score(value: Any) -> Score:
             return Score(value=None, reason=f"the verifier returned {type(value).__name__} of more than one number")
     if not isinstance(value, numbers.Real):
         return Score(value=None, reason=f"the verifier returned {type(value).__name__}, not a number")
-    return _checked(Score(value=float(value)))
+    return finite(Score(value=float(value)))
 
 
-def _checked(score: Score) -> Score:
+def finite(score: Score) -> Score:
+    """A value or component that is NaN or infinite couldn't be scored: None."""
+    parts = {k: v if v is not None and math.isfinite(v) else None for k, v in score.components.items()}
     if score.value is None or math.isfinite(score.value):
-        return score
-    return dataclasses.replace(score, value=None, reason=f"the verifier returned {score.value}. {score.reason}".strip())
+        return dataclasses.replace(score, components=parts)
+    reason = f"the verifier returned {score.value}. {score.reason}".strip()
+    return dataclasses.replace(score, value=None, components=parts, reason=reason)
 
 
 def verifier_from(
@@ -106,7 +101,7 @@ def verifier_from(
     if not callable(function):
         raise ConfigError(f"verifier '{label}' must be a function, got {type(function).__name__}")
     fields = _fields_of(function, args, label)
-    return Verifier(function, name=label, fields=fields, options=args, timeout_s=timeout_s, inline=inline)
+    return Verifier(function=function, name=label, fields=fields, options=args, timeout_s=timeout_s, inline=inline)
 
 
 def _label(given: Any) -> str:
