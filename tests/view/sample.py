@@ -175,9 +175,7 @@ def examples(hostile: str) -> list[dict]:
     )  # fmt: skip
     columns = [example_from(before, decode, "base"), example_from(after, decode, "RL")]
     return [
-        example_entry(
-            columns[1:], task_id=task.id, title="First search fails", kind="recovery", note="It asked again."
-        ),
+        example_entry(columns[1:], task_id=task.id, title="First search fails", kind="recovery"),
         example_entry(columns, task_id=task.id, title=f"Wrong before, right after {hostile}"),
     ]
 

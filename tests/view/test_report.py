@@ -21,8 +21,6 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"' on
 class Parsed(HTMLParser):
     """Tags, attributes and text; `scripts` holds what a browser would run."""
 
-    VOID = ("meta", "br", "input")
-
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -35,7 +33,7 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
+        if tag != "meta":
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):

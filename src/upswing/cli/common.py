@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import typer
 
@@ -16,8 +15,6 @@ from upswing.errors import ConfigError, UpswingError
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -42,15 +39,8 @@ def one_line_errors(on_interrupt: Callable[[], str] = lambda: "interrupted") -> 
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def user_command(command: Command) -> Command:
-    """A verb whose errors are one line."""
-
-    @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        with one_line_errors():
-            return command(*args, **kwargs)
-
-    return guarded  # type: ignore[return-value]
+user_command = one_line_errors()
+"""Decorator of a verb: its errors are one line."""
 
 
 def is_run_folder(path: Path) -> bool:

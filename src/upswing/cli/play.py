@@ -22,6 +22,7 @@ from upswing.recipe import Recipe, load_recipe
 if TYPE_CHECKING:
     from upswing.envs.base import Environment, Observation
     from upswing.trajectory.types import Message, Score, Task, ToolRecord
+    from upswing.verify import Rubric
     from upswing.world import World
 
 HELP = "Type your turn on one line (end a line with \\ to go on). /expert: let the expert take it. /quit: stop."
@@ -121,7 +122,7 @@ class Game:
         from upswing.envs.base import AssistantMessage
         from upswing.trajectory.types import Message
 
-        await self._observe(await call(self.env.reset, self.task, self.seed))
+        self._observe(await call(self.env.reset, self.task, self.seed))
         self.say(f"\n{HELP}")
         while self.last is not None and not self.last.done:
             text = self._turn()
@@ -129,10 +130,10 @@ class Game:
                 return
             self.messages.append(Message(role="assistant", content=text))
             self.turns += 1
-            await self._observe(await call(self.env.step, AssistantMessage(content=text)))
+            self._observe(await call(self.env.step, AssistantMessage(content=text)))
         self.state = {**self.env.state(), "env_reward": self.env_reward}
 
-    async def _observe(self, observation: Observation) -> None:
+    def _observe(self, observation: Observation) -> None:
         self.last = observation
         self.messages.extend(observation.messages)
         self.records.extend(observation.tool_records)
@@ -156,13 +157,12 @@ class Game:
             try:
                 self.policy = self.policy or self.env.expert(self.task, random.Random(self.seed))
                 text = self.policy(tuple(self.messages))
+                self.say(f"expert> {text}")
+                return text
             except NotImplementedError:
                 self.say("This environment has no expert.")
-                continue
-            self.say(f"expert> {text}")
-            return text
 
-    async def score(self, rubric: Any) -> Score:
+    async def score(self, rubric: Rubric) -> Score:
         """The rubric's score of the finished episode."""
         from upswing.trajectory.types import Outcome, StopReason, Trajectory
         from upswing.verify.base import Episode
@@ -182,8 +182,7 @@ class Game:
             num_turns=self.turns,
             state=self.state,
         )
-        score: Score = await rubric.score(Episode.of(trajectory))
-        return score
+        return await rubric.score(Episode.of(trajectory))
 
 
 async def call(method: Callable[..., Any], *args: Any) -> Any:

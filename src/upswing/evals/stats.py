@@ -95,18 +95,20 @@ def _cluster_totals(array: Float64, clusters: Sequence[Hashable] | None) -> tupl
     return np.bincount(codes, weights=array).astype(np.float64), np.bincount(codes).astype(np.float64)
 
 
-def _resampled_means(sums: Float64, counts: Float64, resamples: int, rng: np.random.Generator) -> Float64:
-    """Means of `resamples` draws of whole clusters with replacement: [resamples]."""
+def _percentiles(
+    sums: Float64, counts: Float64, level: float, resamples: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Ends of the middle `level` of the means of `resamples` draws of whole clusters with replacement."""
     num = len(sums)
-    if (counts == 1).all() and _is_binary(sums):
-        # Resampling n zeros and ones is exactly a binomial draw.
-        return rng.binomial(num, sums.mean(), size=resamples) / num
-    means = np.empty(resamples)
-    rows = max(1, _CHUNK_CELLS // num)
-    for start in range(0, resamples, rows):
-        pick = rng.integers(num, size=(min(rows, resamples - start), num))
-        means[start : start + rows] = sums[pick].sum(axis=1) / counts[pick].sum(axis=1)
-    return means
+    if (counts == 1).all() and _is_binary(sums):  # resampling n zeros and ones is exactly a binomial draw
+        means = rng.binomial(num, sums.mean(), size=resamples) / num
+    else:
+        means, rows = np.empty(resamples), max(1, _CHUNK_CELLS // num)
+        for start in range(0, resamples, rows):
+            pick = rng.integers(num, size=(min(rows, resamples - start), num))
+            means[start : start + rows] = sums[pick].sum(axis=1) / counts[pick].sum(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def bootstrap_mean_ci(
@@ -131,10 +133,9 @@ def bootstrap_mean_ci(
     if np.ptp(sums / counts) == 0:
         # One task's samples may all be alike by chance, so the number of tasks is what counts as evidence.
         low, high = wilson_interval(mean * len(sums), len(sums), level) if _is_binary(array) else (mean, mean)
-        return Interval(mean, low, high, len(array))
-    means = _resampled_means(sums, counts, resamples, np.random.default_rng(seed))
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(mean, float(low), float(high), len(array))
+    else:
+        low, high = _percentiles(sums, counts, level, resamples, np.random.default_rng(seed))
+    return Interval(mean, low, high, len(array))
 
 
 def _mcnemar_p(only_a: int, only_b: int) -> float:
@@ -166,9 +167,7 @@ def _sign_flip_p(diffs: Float64, resamples: int, rng: np.random.Generator) -> fl
 def _diff_interval(diffs: Float64, level: float, resamples: int, rng: np.random.Generator) -> tuple[float, float]:
     """Bootstrap interval of the mean difference; Wilson bounds on wins and losses where it would have no width."""
     if np.ptp(diffs) > 0:
-        means = _resampled_means(diffs, np.ones_like(diffs), resamples, rng)
-        low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-        return float(low), float(high)
+        return _percentiles(diffs, np.ones_like(diffs), level, resamples, rng)
     if not np.isin(diffs, (-1.0, 0.0, 1.0)).all():
         return float(diffs[0]), float(diffs[0])
     wins = wilson_interval(int((diffs > 0).sum()), len(diffs), level)
@@ -201,18 +200,13 @@ def paired_test(
     return PairedResult(float(diffs.mean()), low, high, p, len(diffs), test, only_a, only_b)
 
 
-def _check_counts(n: int, c: int, k: int) -> None:
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"n={n}, c={c}, k={k}: needed are 0 <= c <= n and 1 <= k <= n (at least k samples a task)")
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased chance that at least one of k samples succeeds, from c successes among n."""
-    _check_counts(n, c, k)
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"n={n}, c={c}, k={k}: needed are 0 <= c <= n and 1 <= k <= n (at least k samples a task)")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Unbiased chance that all of k samples succeed (pass^k), from c successes among n."""
-    _check_counts(n, c, k)
-    return math.comb(c, k) / math.comb(n, k)
+    """Unbiased chance that all of k samples succeed (pass^k), from c successes among n: that none of them fails."""
+    return 1.0 - pass_at_k(n, n - c, k)

@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from upswing.view.run_folder import json_safe
 from upswing.view.text import DASH, difference, interval, number, p_value, readable
 
 COSTS = ("turns", "tool_calls", "invalid_calls", "duplicate_calls", "sampled_tokens")
+COUNTED = (Outcome.COMPLETED, Outcome.TRUNCATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,13 @@ class EvalRecord:
     duplicate_calls: int
     """Calls repeating an earlier call of the same trajectory: same tool, same arguments."""
     sampled_tokens: int
-    recovered: bool | None = None
+    recovered: bool | None
     """None: nothing to recover from, or not asked."""
 
     @property
     def counted(self) -> bool:
         """True when the trajectory may enter a mean."""
-        return self.outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)
+        return self.outcome in COUNTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +83,11 @@ class EvalSummary:
     """Mean over completed trajectories only; NaN when none."""
     recovery: Interval
     """Share recovered among those that had something to recover from; n is how many had."""
-    pass_at_k: Mapping[int, float] = field(default_factory=dict)
-    pass_hat_k: Mapping[int, float] = field(default_factory=dict)
-    mixed_frac: float = math.nan
+    pass_at_k: Mapping[int, float]
+    pass_hat_k: Mapping[int, float]
+    mixed_frac: float
     """Share of tasks with a success rate strictly between 0 and 1; NaN with one sample a task."""
-    records: tuple[EvalRecord, ...] = ()
+    records: tuple[EvalRecord, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """What `results.json` holds of it; NaN becomes None."""
@@ -97,7 +98,7 @@ def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | N
     """Reduce one trajectory. `recovered` says whether it got past a failed first attempt (None: there was none)."""
     made = (record.call for record in trajectory.tool_records)
     calls = [(call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in made]
-    counted = trajectory.outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)
+    counted = trajectory.outcome in COUNTED
     score = trajectory.score if counted else None
     return EvalRecord(
         task_id=trajectory.task.id,
@@ -147,6 +148,10 @@ def summarize(
         found = {name: mean(rows, lambda row, name=name: row.components.get(name)) for name in names}  # type: ignore[misc]
         return {"reward": mean(rows, lambda row: row.reward), **found}
 
+    by_tag: dict[str, dict[str, list[EvalRecord]]] = defaultdict(lambda: defaultdict(list))
+    for record in counted:
+        for tag, value in record.tags.items():
+            by_tag[tag][str(value)].append(record)
     overall = scores(counted)
     num_calls = sum(row.tool_calls for row in counted)
     lengths = [row.sampled_tokens for row in counted]
@@ -161,10 +166,7 @@ def summarize(
         reward=overall.pop("reward"),
         components=overall,
         costs={name: mean(counted, attrgetter(name)) for name in COSTS},
-        by_tag={
-            tag: {value: scores(rows) for value, rows in sorted(values.items())}
-            for tag, values in _rows_by_tag(counted).items()
-        },
+        by_tag={tag: {v: scores(rows) for v, rows in sorted(values.items())} for tag, values in by_tag.items()},
         truncated_frac=_ratio(sum(row.outcome == Outcome.TRUNCATED for row in counted), len(counted)),
         invalid_call_frac=_ratio(sum(row.invalid_calls for row in counted), num_calls),
         duplicate_call_frac=_ratio(sum(row.duplicate_calls for row in counted), num_calls),
@@ -177,14 +179,6 @@ def summarize(
         mixed_frac=mixed,
         records=tuple(records),
     )
-
-
-def _rows_by_tag(records: Sequence[EvalRecord]) -> dict[str, dict[str, list[EvalRecord]]]:
-    grouped: dict[str, dict[str, list[EvalRecord]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        for tag, value in record.tags.items():
-            grouped[tag][str(value)].append(record)
-    return grouped
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -231,9 +225,7 @@ def compare(a: EvalSummary, b: EvalSummary, metric: str = "strict_match") -> Pai
     """
     known = {"reward", *a.components, *b.components}
     if metric not in known:
-        raise ValueError(
-            f"no metric {metric!r} in these evaluations; known: {sorted(known)}{did_you_mean(metric, known)}"
-        )
+        raise ValueError(f"no metric {metric!r} here; known: {sorted(known)}{did_you_mean(metric, known)}")
     before, after = _task_means(a.records, metric), _task_means(b.records, metric)
     shared = sorted(before.keys() & after.keys())
     if not shared:
@@ -267,9 +259,8 @@ def result_entry(
     paired = None
     if previous is not None:
         with suppress(ValueError):  # every trajectory of one side may be errored or unscored
-            paired = json_safe(
-                {"against": previous_label, "metric": metric, **asdict(compare(previous, summary, metric))}
-            )
+            found = asdict(compare(previous, summary, metric))
+            paired = {"against": previous_label, "metric": metric, **json_safe(found)}
     entry = {"label": label, "stage": stage, "split": split, "mode": mode}
     return {**entry, "summary": summary.to_dict(), "paired": paired, **extra}
 

@@ -67,14 +67,10 @@ Show = Callable[[TaskProgress], None]
 
 
 class Progress:
-    """Reports tasks, notes, warnings and tables.
+    """Reports tasks, notes, warnings and tables; `quiet`: only warnings and tables.
 
-    Args:
-        console: where rich output goes; its file gets the JSON lines. Default: standard output.
-        json_lines: None decides by the console: JSON lines when it isn't a terminal.
-        quiet: only warnings and tables.
-        min_interval_s: at most one JSON line per task in this time; the first and last are always written.
-        clock: seconds, monotonic (tests inject one).
+    `console` is standard output by default, and its file gets the JSON lines: `json_lines=None` writes them when it
+    isn't a terminal, one a task in `min_interval_s` beside the first and the last. `clock`: seconds, monotonic.
     """
 
     def __init__(
@@ -109,19 +105,18 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Something worth saying once."""
-        if self.quiet:
-            return
-        if self.json_lines:
-            self._write({"event": "note", "text": text})
-        else:
-            self.console.print(Text(text))
+        if not self.quiet:
+            self._say("note", text, Text(text))
 
     def warn(self, text: str) -> None:
         """Something that a person should act on; shown even when quiet."""
+        self._say("warning", text, Text.assemble(("warning: ", "bold yellow"), text))
+
+    def _say(self, event: str, text: str, shown: Text) -> None:
         if self.json_lines:
-            self._write({"event": "warning", "text": text})
+            self._write({"event": event, "text": text})
         else:
-            self.console.print(Text.assemble(("warning: ", "bold yellow"), text))
+            self.console.print(shown)
 
     def table(self, table: Table) -> None:
         """A table; shown even when quiet. JSON lines hold its columns and rows as text."""

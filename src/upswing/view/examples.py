@@ -1,14 +1,6 @@
-"""Example trajectories for the report: how they are stored (`examples.json`) and shown.
+"""Example trajectories for the report: how they are stored and shown.
 
-Format of `examples.json`, a list of
-
-    {"title": str, "task_id": str, "kind": "before_after" | "recovery", "note": str,
-     "trajectories": [{"label": str, "stage": str, "question": str, "gold": [str],
-                       "answer": str | None, "reward": float | None,
-                       "components": {name: float | None}, "outcome": str, "stop_reason": str, "num_turns": int,
-                       "messages": [{"role", "content", "name"}],
-                       "tool_records": [{"name", "arguments", "result", "ok", "turn"}],
-                       "branches": [[{"text", "id", "sampled", "logprob", "turn", "version"}]]}]}
+`examples.json` is a list of `example_entry`, whose trajectories are of `example_from`.
 """
 
 from __future__ import annotations
@@ -88,10 +80,10 @@ def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str 
 
 
 def example_entry(
-    trajectories: Sequence[Mapping[str, Any]], *, task_id: str, title: str, kind: str = "before_after", note: str = ""
+    trajectories: Sequence[Mapping[str, Any]], *, task_id: str, title: str, kind: str = "before_after"
 ) -> dict[str, Any]:
-    """An entry of `examples.json` from `example_from` dicts of one task."""
-    return {"title": title, "task_id": task_id, "kind": kind, "note": note, "trajectories": list(trajectories)}
+    """An entry of `examples.json` from `example_from` dicts of one task; `kind`: `before_after` or `recovery`."""
+    return {"title": title, "task_id": task_id, "kind": kind, "trajectories": list(trajectories)}
 
 
 def write_examples(run_dir: Path, examples: Sequence[Mapping[str, Any]]) -> Path:
@@ -110,7 +102,6 @@ def render_example(example: Mapping[str, Any]) -> Html:
         h("h3", example.get("title") or "Example", " ", h("small", example.get("task_id", ""))),
         h("p", question, class_="question") if question else None,
         accepted,
-        h("p", example["note"]) if example.get("note") else None,
         h("div", *(_column(item) for item in items), class_="columns"),
         class_="card example" + (" recovery" if example.get("kind") == "recovery" else ""),
     )

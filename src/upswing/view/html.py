@@ -6,8 +6,7 @@ import html
 from collections.abc import Iterable
 from typing import Any
 
-_VOID = {"meta", "br", "input"}
-_SVG_LEAVES = {"line", "circle", "rect", "polyline", "polygon", "path"}
+_SVG_LEAVES = {"line", "circle", "polyline", "polygon"}
 
 
 class Html(str):
@@ -37,7 +36,7 @@ def h(name: str, *children: Any, **attributes: Any) -> Html:
         return Html("".join([*parts, "/>"]))
     parts.append(">")
     parts.extend(escape(child) for child in children if child is not None)
-    if name not in _VOID:
+    if name != "meta":
         parts.append(f"</{name}>")
     return Html("".join(parts))
 
@@ -50,15 +49,7 @@ def join(parts: Iterable[Any], separator: str = "") -> Html:
 def table(columns: Iterable[Any], rows: Iterable[Iterable[Any]], caption: str | None = None, class_: str = "") -> Html:
     """A table that scrolls sideways on a narrow screen; the first cell of a row is its header."""
     head = h("tr", *(h("th", column, scope="col") for column in columns))
-    body = []
-    for row in rows:
-        first, *rest = row
-        body.append(h("tr", h("th", first, scope="row"), *(h("td", cell) for cell in rest)))
-    inner = h(
-        "table",
-        h("caption", caption) if caption else None,
-        h("thead", head),
-        h("tbody", *body),
-        class_=class_ or None,
-    )
+    body = (h("tr", h("th", first, scope="row"), *(h("td", cell) for cell in rest)) for first, *rest in rows)
+    name = h("caption", caption) if caption else None
+    inner = h("table", name, h("thead", head), h("tbody", *body), class_=class_ or None)
     return h("div", inner, class_="scroll", tabindex="0", role="group", aria_label=caption or "table")

@@ -9,48 +9,35 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from upswing.view import curves, examples, headline
+from upswing.view import curves, examples, headline, run_folder
 from upswing.view.html import Html, h, join, table
-from upswing.view.run_folder import (
-    ENVIRONMENT,
-    EVENTS,
-    EXAMPLES,
-    FINDINGS,
-    METRICS,
-    RECIPE,
-    REPORT,
-    RESULTS,
-    read_json,
-    read_json_lines,
-    replace_file,
-    write_json,
-)
-from upswing.view.text import DASH, number
+from upswing.view.run_folder import read_json, read_json_lines, replace_file, write_json
+from upswing.view.text import number
 
 MAX_EVENTS = 200
 
 
 def write_results(run_dir: Path, results: Sequence[Mapping[str, Any]]) -> Path:
     """Write `results.json` atomically: entries as made by `upswing.evals.summary.result_entry`, in order."""
-    return write_json(Path(run_dir) / RESULTS, results)
+    return write_json(Path(run_dir) / run_folder.RESULTS, results)
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run folder and return its path. Missing or broken inputs leave gaps, not errors."""
-    path = Path(run_dir) / REPORT
+    path = Path(run_dir) / run_folder.REPORT
     replace_file(path, _page(path.parent))
     return path
 
 
 def _sections(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Html]]:
     """(name in the navigation, heading, content) of every section that has one, in reading order."""
-    results, shown = (_dicts(read_json(run_dir / name)) for name in (RESULTS, EXAMPLES))
+    results, shown = (_dicts(read_json(run_dir / name)) for name in (run_folder.RESULTS, run_folder.EXAMPLES))
     recovery = [example for example in shown if example.get("kind") == "recovery"]
     others = [example for example in shown if example.get("kind") != "recovery"]
     sections: list[tuple[str, str, Callable[[], Html]]] = [
@@ -79,7 +66,7 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _page(run_dir: Path) -> str:
-    metrics = read_json_lines(run_dir / METRICS)
+    metrics = read_json_lines(run_dir / run_folder.METRICS)
     sections = _sections(run_dir, metrics)
     style, script = (_packaged(name) for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -143,11 +130,8 @@ def _graduation(rows: Sequence[Mapping[str, Any]]) -> Html:
 
 def _verdict(stage: str, row: Mapping[str, Any]) -> Html:
     known = {"stage", "step", "time", "graduated", "words"}
-    values = [
-        [key.replace("_", " "), number(value) if isinstance(value, float) else DASH if value is None else value]
-        for key, value in row.items()
-        if key not in known
-    ]
+    judged = {key.replace("_", " "): value for key, value in row.items() if key not in known}
+    values = [[key, number(value) if isinstance(value, float | None) else value] for key, value in judged.items()]
     good = bool(row["graduated"])
     verdict = h("span", "graduated" if good else "not graduated", class_="chip " + ("good" if good else "bad"))
     return h(
@@ -174,7 +158,8 @@ def _examples(found: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _findings(run_dir: Path) -> Html:
-    items = [_finding(row) for row in read_json_lines(run_dir / FINDINGS)] + _loud_events(run_dir / EVENTS)
+    found = read_json_lines(run_dir / run_folder.FINDINGS)
+    items = [*map(_finding, found), *_loud_events(run_dir / run_folder.EVENTS)]
     if not items:
         return h("p", "None recorded.", class_="card muted")
     return h("div", h("ul", *items, class_="findings"), class_="card")
@@ -206,11 +191,11 @@ def _loud_events(path: Path) -> list[Html]:
 
 def _run(run_dir: Path) -> Html:
     parts: list[Html] = []
-    environment = read_json(run_dir / ENVIRONMENT)
+    environment = read_json(run_dir / run_folder.ENVIRONMENT)
     if isinstance(environment, dict):
         values = table(["", ""], _flat(environment), class_="text")
         parts.append(h("div", h("h3", "Environment"), values, class_="card"))
-    recipe = run_dir / RECIPE
+    recipe = run_dir / run_folder.RECIPE
     if recipe.exists():
         text = recipe.read_text(encoding="utf-8", errors="replace")
         summary = h("summary", "recipe.yaml, as it was run")
@@ -222,13 +207,10 @@ def _run(run_dir: Path) -> Html:
     return join(parts)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[list[Any]]:
     """Nested mappings as dotted keys."""
-    found: list[tuple[str, str]] = []
     for key, item in value.items():
         if isinstance(item, dict):
-            found += _flat(item, f"{prefix}{key}.")
+            yield from _flat(item, f"{prefix}{key}.")
         else:
-            text = ", ".join(map(str, item)) if isinstance(item, list) else str(item)
-            found.append((f"{prefix}{key}", text))
-    return found
+            yield [f"{prefix}{key}", ", ".join(map(str, item)) if isinstance(item, list) else item]
