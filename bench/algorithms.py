@@ -17,9 +17,9 @@ the last 5 steps. Spreads are min and max over seeds. Entropy is estimated from 
 `grpo_over_ppo_memory`: peak resident memory of two updates of the `rl` stage's own code (in the first one's backward
 there are no moments yet), above the process's after a toy update has loaded all code. Each arm has a process of its own
 and a randomly initialised policy of SmolLM2-135M's shape, float32, AdamW; sampling isn't part of it. GRPO holds the
-policy: weights, gradient, two moments, 4 times the weights. PPO adds a separate critic of equal size (3: its gradient is freed
-before the policy's is made) and the frozen reference of the KL in the reward (1). So 4 / 8, but for what both share:
-activations, and the gradient of the tied embedding, which is made twice.
+policy: weights, gradient, two moments, 4 times the weights. PPO adds a separate critic of equal size (3: its gradient
+is freed before the policy's is made) and the frozen reference of the KL in the reward (1). So 4 / 8, but for what both
+share: activations, and the gradient of the tied embedding, which is made twice.
 """
 
 from __future__ import annotations
