@@ -8,8 +8,8 @@ from itertools import islice
 import pytest
 
 from upswing.envs import environment_factory
-from upswing.envs.base import AssistantMessage
-from upswing.envs.lookup import SPLITS, Lookup
+from upswing.envs.base import SPLITS, AssistantMessage
+from upswing.envs.lookup import Lookup
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, StopReason, Task
 

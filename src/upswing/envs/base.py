@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
+
+SPLITS = ("train", "dev", "test")
 
 Expert = Callable[[tuple[Message, ...]], str]
 """A scripted policy for one task: the conversation so far in, the next assistant text out (no end-of-turn token)."""
@@ -82,3 +85,16 @@ class Environment(ABC):
     def expert(self, task: Task, rng: random.Random) -> Expert:
         """A scripted policy that plays the task for demonstrations. It must not see more than the agent may learn."""
         raise NotImplementedError(f"{type(self).__name__} has no scripted expert; SFT then needs a dataset")
+
+
+def check_fraction(env: str, option: str, value: Any) -> float:
+    """A number from 0 to 1. Raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{env} option {option} is {value!r}; allowed: a number from 0 to 1")
+    return float(value)
+
+
+def check_split(env: str, split: str) -> None:
+    """Raises ConfigError unless it is one of SPLITS."""
+    if split not in SPLITS:
+        raise ConfigError(f"{env} has no split '{split}'; allowed: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}")

@@ -9,12 +9,11 @@ import random
 import string
 from collections.abc import Iterator
 
-from upswing.envs.base import Expert, Observation
+from upswing.envs.base import Expert, Observation, check_fraction, check_split
 from upswing.envs.tool_env import ToolEnv
-from upswing.errors import ConfigError, did_you_mean
+from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Task, Trajectory
 
-SPLITS = ("train", "dev", "test")
 KEYS = string.ascii_lowercase[:16]
 VALUES = string.digits + string.ascii_uppercase
 ALIAS = "see "
@@ -42,12 +41,11 @@ class Lookup(ToolEnv):
         dotted_expert: bool = False,
         max_turns: int = 4,
     ) -> None:
-        for option, value in (("alias_frac", alias_frac), ("expert_noise", expert_noise)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ConfigError(f"lookup option {option} is {value!r}; allowed: a number from 0 to 1")
         if not isinstance(dotted_expert, bool):
             raise ConfigError(f"lookup option dotted_expert is {dotted_expert!r}; allowed: true or false")
-        self.alias_frac, self.expert_noise, self.dotted_expert = alias_frac, expert_noise, dotted_expert
+        self.alias_frac = check_fraction(self.name, "alias_frac", alias_frac)
+        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+        self.dotted_expert = dotted_expert
         self._facts: dict[str, str] = {}
 
         def get(key: str) -> str:
@@ -64,10 +62,7 @@ class Lookup(ToolEnv):
 
     def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
         """Endless tasks of a split; ConfigError for an unknown split."""
-        if split not in SPLITS:
-            raise ConfigError(
-                f"lookup has no split '{split}'; allowed: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
-            )
+        check_split(self.name, split)
         return self._drawn(split, random.Random(f"lookup {split} {seed}"))
 
     def _drawn(self, split: str, rng: random.Random) -> Iterator[Task]:

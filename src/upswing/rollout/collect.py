@@ -133,10 +133,7 @@ class Rollouts:
             limits=self.limits,
             seed=seed,
         )
-        return await self._scored(trajectory)
-
-    async def _scored(self, trajectory: Trajectory) -> Trajectory:
-        """Attach the rubric's score; errored and cancelled trajectories get none, nor does a hung verifier give one."""
+        # Errored and cancelled trajectories get no score, nor does a hung verifier give one.
         if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
             return trajectory
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from upswing.envs.base import SPLITS
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.expert import Plan, solve
-from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.names import fold
 from upswing.envs.geo_search.pools import KINDS, draws, lines
 from upswing.trajectory.types import Task

