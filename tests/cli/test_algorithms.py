@@ -45,9 +45,11 @@ def test_a_line_an_algorithm_whatever_the_width():
     assert "dynamic_sampling: 4" in next(line for line in lines if line.startswith("dapo "))
 
 
-def test_a_terminal_gets_a_table():
+def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch):
     shown = io.StringIO()
-    show(all_rows(), "title", "note", Console(file=shown, force_terminal=True, width=240, color_system=None))
+    console = Console(file=shown, force_terminal=True, width=240, color_system=None)
+    monkeypatch.setattr("rich.console.Console", lambda: console)
+    show(all_rows(), "title", "note")
     assert "┃" in shown.getvalue() and "│ grpo " in shown.getvalue()
 
 

@@ -263,6 +263,16 @@ def test_the_table_names_what_algo_has() -> None:
         ({"overlong_cache": 4}, "overlong_cache: got 4 without effect, as overlong_length is null"),
         ({"entropy_target": 1.0}, "entropy_target: got a target without effect"),
         ({"critic": {}}, "critic: got "),
+        ({"algorithm": "gdpo", "truncated": "zero"}, "truncated: got 'zero', but each verifier's own score is read"),
+        (
+            {"algorithm": "pass_at_k", "pass_k": 2, "overlong_length": 9, "overlong_cache": 2},
+            "overlong_length: got 9, but",
+        ),
+        ({"algorithm": "ppo", "critic": {"warmup_steps": 2}}, "critic.warmup_steps: got 2; allowed: fewer than the 2"),
+        (
+            {"algorithm": "reinforce", "dynamic_sampling": 2, "group_size": 1},
+            "dynamic_sampling: got 2, but a group of 1",
+        ),
         ({"lora": {"dropout": 0.1}}, "lora.dropout: got 0.1; allowed: 0"),
     ],
 )
@@ -381,6 +391,28 @@ def test_process_scores_add_to_the_outcome() -> None:
     plain = advantages(assign(stage(algorithm="process", step_weight=0.0), four(), Evidence()).rows)
     np.testing.assert_allclose(plain, advantages(assign(stage(algorithm="grpo"), four(), Evidence()).rows), rtol=1e-6)
     assert rows[0][0] > plain[0][0] and rows[1][0] < plain[1][0]
+
+
+def test_scores_as_potentials_are_a_baseline_of_each_turns_start() -> None:
+    """Credit of a turn falls by the potential of the state that it starts from, whatever it does there: 0 for the first
+    turn, and for the second what the first was given."""
+    potential = advantages(
+        assign(stage(algorithm="process", process_form="potential", step_weight=1.0), four(), Evidence()).rows
+    )
+    plain = advantages(assign(stage(algorithm="grpo"), four(), Evidence()).rows)
+    added = np.array(potential)[:, [0, 2]] - np.array(plain)[:, [0, 2]]
+    assert np.ptp(added[:, 0]) == pytest.approx(0.0, abs=1e-6)
+    assert added[:, 1] - added[:, 0] == pytest.approx([-1.0, 0.0, -1.0, 0.0])
+
+
+def test_scaled_rewards_keep_their_zeros_and_lose_their_scale() -> None:
+    batches = [batch_of(*[trajectory(i, size * float(r)) for i, r in enumerate(REWARDS)]) for size in (1.0, 100.0)]
+    returns = [
+        assign(stage(algorithm="ppo", scale_rewards=True), batch, Evidence(values_N=torch.zeros(12))).returns_N
+        for batch in batches
+    ]
+    torch.testing.assert_close(returns[0], returns[1], rtol=1e-5, atol=1e-6)
+    assert (returns[0].view(4, 3)[[0, 3]] > 0).all() and (returns[0].view(4, 3)[[1, 2]] == 0).all()
 
 
 def test_gdpo_reads_each_weighted_verifier_and_leaves_the_unscored_out() -> None:

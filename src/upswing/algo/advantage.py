@@ -213,6 +213,18 @@ def whiten(values_N: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
     return result_N.to(values_N.dtype)
 
 
+def scaled(values_N: torch.Tensor) -> torch.Tensor:
+    """value / std over all values, so that a 0 stays 0; unchanged where they are equal or fewer than two.
+
+    For the sparse token rewards of PPO. TRL's `whiten_rewards` moves them too, (value - mean) / std + mean, which gives
+    every token without a reward a small one and so pays for length.
+    """
+    wide_N = values_N.detach().to(torch.float64)
+    if len(wide_N) < 2 or _is_constant(wide_N):
+        return values_N.detach()
+    return (wide_N / wide_N.std(correction=1)).to(values_N.dtype)
+
+
 def has_signal(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     """bool [B]: scored, in a group of at least two scored trajectories whose rewards differ. True for the whole group
     or for none of it (unscored members apart), so that dropping the others never tears a group."""

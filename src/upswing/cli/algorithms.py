@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from upswing.cli.common import user_command
 from upswing.errors import ConfigError, did_you_mean
@@ -46,7 +43,7 @@ def algorithms_command(
     if as_json:
         typer.echo(json.dumps({"title": title, "rows": rows}, indent=1, ensure_ascii=False))
     else:
-        show(rows, title, note, Console())
+        show(rows, title, note)
 
 
 def all_rows() -> list[Row]:
@@ -98,8 +95,13 @@ def choice_rows() -> list[Row]:
     return [*rows, *({"key": "aggregation", "value": v, "its keys": norm.get(v, {})} for v in get_args(Aggregation))]
 
 
-def show(rows: Sequence[Row], title: str, note: str, console: Console) -> None:
+def show(rows: Sequence[Row], title: str, note: str) -> None:
     """A table on a terminal; elsewhere aligned text, a line a row, whatever the width."""
+    from rich.console import Console  # a second that --help can do without
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
     header = list(rows[0])
     cells = [[said(row[column]) for column in header] for row in rows]
     if console.is_terminal:

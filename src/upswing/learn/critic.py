@@ -16,7 +16,7 @@ from upswing.learn.forward import check_trainable, packed_values
 from upswing.learn.metrics import Tally
 from upswing.learn.modes import mode
 from upswing.learn.packing import Pack, pack
-from upswing.learn.rows import TrainRow
+from upswing.learn.rows import TrainRow, at_loss, spread
 from upswing.learn.trainer import Trainer
 from upswing.trajectory.types import Float32T
 
@@ -49,10 +49,7 @@ class Critic(ScalarTrainer):
 
     def values(self, rows: Sequence[TrainRow]) -> list[Float32T]:
         """Per row [T]: at each loss token the value of the state before it (what stands there doesn't enter it)."""
-        out = [np.full(len(row.tokens), np.nan, np.float32) for row in rows]
-        for row, values, found_N in zip(rows, out, _by_row(rows, torch.from_numpy(self.predict(rows))), strict=True):
-            values[row.loss_positions] = found_N.numpy()
-        return out
+        return spread(rows, self.predict(rows))
 
     def value_update(
         self,
@@ -115,8 +112,9 @@ def _by_row(rows: Sequence[TrainRow], values_N: torch.Tensor) -> list[torch.Tens
 
 def _at_loss(rows: Sequence[TrainRow], values: Sequence[Float32T], name: str) -> torch.Tensor:
     """Per-row [T] arrays at the loss tokens, float32 [N]."""
-    found = [value[row.loss_positions] for row, value in zip(rows, values, strict=True)]
-    for index, part in enumerate(found):
-        if not np.isfinite(part).all():
-            raise ValueError(f"row {index} has {name} that aren't finite at a loss token; leave unscored rows out")
-    return torch.from_numpy(np.concatenate([*found, np.zeros(0)]).astype(np.float32))
+    found_N = at_loss(rows, values)
+    bad = np.flatnonzero(~np.isfinite(found_N))
+    if len(bad):
+        owner = np.repeat(np.arange(len(rows)), [len(row.loss_positions) for row in rows])[bad[0]]
+        raise ValueError(f"row {owner} has {name} that aren't finite at a loss token; leave unscored rows out")
+    return torch.from_numpy(found_N.astype(np.float32))

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student's rows against a teacher, by sampled tokens or by the whole vocabulary.
+"""On-policy distillation over the whole vocabulary: the student's rows against a teacher.
 
 Axis letters: B rows, M loss tokens of a pack, C of them in a chunk, H hidden size, V vocabulary.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,7 @@ from upswing.algo import token_weights
 from upswing.algo.distill import reverse_kl
 from upswing.algo.entropy import entropy_from_logits
 from upswing.learn import logits
-from upswing.learn.forward import packed_forward, packed_hidden
+from upswing.learn.forward import packed_hidden
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import Tally, UpdateMetrics, update_metrics
 from upswing.learn.modes import mode
@@ -24,25 +23,6 @@ from upswing.learn.packing import Pack, pack
 from upswing.learn.rows import TrainRow, flatten
 from upswing.learn.trainer import Objective
 from upswing.models.attention import use_upswing_attention
-
-
-def teacher_logprobs(
-    learner: Learner, rows: Sequence[TrainRow], teacher_model: Any, *, temperature: float = 1.0
-) -> list[np.ndarray]:
-    """The teacher's log-probs of every row's loss tokens: float32 [T] a row, NaN elsewhere.
-
-    In the learner's precision. For `algo.distill.distill_advantages`; its other side are the student's log-probs when
-    it sampled.
-    """
-    use_upswing_attention(teacher_model)
-    flat, out = flatten(rows), [np.full(len(row.tokens), np.nan, np.float32) for row in rows]
-    row_N, position_N = flat.row_N.numpy(), flat.position_N.numpy()
-    with torch.no_grad(), mode(teacher_model, training=False), learner.autocast():
-        for one in pack(rows, learner.max_tokens_per_pack):
-            values_M = packed_forward(teacher_model, one, temperature)[0].float().cpu().numpy()
-            for slot, value in zip(one.slot_M.numpy(), values_M, strict=True):
-                out[row_N[slot]][position_N[slot]] = value
-    return out
 
 
 def distill_update(

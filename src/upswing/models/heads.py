@@ -55,7 +55,7 @@ def load_scalar_model(spec: str | Path) -> PreTrainedModel:
                 model, report = factory.from_pretrained(
                     path, dtype=torch.float32, attn_implementation=NAME, output_loading_info=True
                 )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # broken files end in whatever their reader raises
             raise ConfigError(f"reward model or critic '{spec}': can't load {path}: {_first_line(error)}") from error
     if report["missing_keys"] or scalar_head(model) is None:
         raise ConfigError(f"'{spec}' has no scalar head; give the checkpoint of a reward_model stage or of a critic")

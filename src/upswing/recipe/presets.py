@@ -28,7 +28,7 @@ EFFECTS: dict[str, dict[str, dict[str, Any]]] = {
         "gigpo": {"normalize_std": False, "gamma": 0.95, "step_weight": 1.0},
         "turn": {"step_weight": 1.0},
         "process": {"step_weight": 0.3, "process_form": "step_end"},
-        "gae": {"gamma": 1.0, "lam": 1.0, "critic": {}, "gae_over": "tokens"},
+        "gae": {"gamma": 1.0, "lam": 1.0, "critic": {}, "gae_over": "tokens", "scale_rewards": False},
     },
     "loss": {
         "policy_gradient": {},

@@ -146,8 +146,13 @@ class RlStage(RlBase):
     step_weight: NotNegative | None = Field(
         default=None, description="Weight of the step advantage beside the outcome's (gigpo, turn, process)."
     )
-    process_form: Literal["step_end", "min"] | None = Field(
-        default=None, description="How step scores become credit: sum of later ones, or their soft minimum (PURE)."
+    process_form: Literal["step_end", "min", "potential"] | None = Field(
+        default=None,
+        description="How the environment's step scores become credit: the sum of later ones, their soft minimum "
+        "(PURE), or as potentials of the states after each turn, which leave the best policy what it is.",
+    )
+    scale_rewards: Bool | None = Field(
+        default=None, description="Divide gae's token rewards by their batch's deviation, so that returns keep a scale."
     )
     critic: CriticSection | None = Field(default=None, description="The critic (ppo).")
     loss: Loss | None = Field(default=None, description="Policy loss; set by the algorithm.")
@@ -231,7 +236,7 @@ class RlStage(RlBase):
     overlong_factor: Positive | None = Field(default=None, description="The whole penalty, in units of reward (1).")
     dynamic_sampling: Count | None = Field(
         default=None,
-        description="Sample up to so many batches a step until tasks_per_step groups have a spread; null: one, as is.",
+        description="Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one.",
     )
     truncated: Literal["as_is", "zero", "mask"] = Field(
         default="as_is",
@@ -396,7 +401,36 @@ class RlStage(RlBase):
                 "k3_ratio, k3",
             )
 
+    def _check_reward(self) -> None:
+        """What the reward is made of must reach the advantage."""
+        shaped = {"reward_model": self.reward_model, "overlong_length": self.overlong_length}
+        if self.advantage in ("gdpo", "pass_at_k"):
+            reads = "each verifier's own score" if self.advantage == "gdpo" else "rewards of 0 and 1"
+            for key, value in shaped.items():
+                if value is not None:
+                    raise refuse(
+                        key, f"got {_said(value)}, but advantage '{self.advantage}' reads {reads}; leave it out"
+                    )
+        if self.truncated == "zero" and (self.advantage == "gdpo" or self.reward_model is not None):
+            why = (
+                "each verifier's own score is read" if self.advantage == "gdpo" else "0 is no bad score of such a model"
+            )
+            raise refuse("truncated", f"got 'zero', but {why}; allowed: as_is, mask")
+        if (self.dynamic_sampling or 1) > 1:
+            if self.group_size == 1:
+                raise refuse("dynamic_sampling", f"got {self.dynamic_sampling}, but a group of 1 never has a spread")
+            if self.reward_model is not None:
+                raise refuse(
+                    "dynamic_sampling",
+                    f"got {self.dynamic_sampling}, but it judges by the verifiers, and reward_model is the reward",
+                )
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise refuse(
+                "critic.warmup_steps", f"got {self.critic.warmup_steps}; allowed: fewer than the {self.steps} steps"
+            )
+
     def _check_rest(self) -> None:
+        self._check_reward()
         if self.llds_coef and self.old_logprobs == "engine":
             raise refuse("old_logprobs", "got 'engine', but mismatch would then act as lost likelihood; use recompute")
         if self.entropy_target is not None and not self.entropy_coef:

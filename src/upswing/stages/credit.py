@@ -133,8 +133,11 @@ def _reinforce_pp(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evide
 
 def _gae(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> TokenCredit:
     assert evidence.values_N is not None
+    rewards_N = _token_rewards(batch, flat, evidence.kl_N)
+    if stage.scale_rewards:
+        rewards_N = per_trajectory.scaled(rewards_N)
     advantages_N, returns_N = per_token.gae(
-        _token_rewards(batch, flat, evidence.kl_N),
+        rewards_N,
         evidence.values_N,
         flat.sequence_N,
         gamma=_or_one(stage.gamma),
@@ -180,6 +183,11 @@ def _process(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> Toke
         # Each step's soft minimum of what is still to come, against all steps of the group.
         later_S = per_token.returns_to_go(per_token.min_form(scores_S, owner_S), owner_S)
         steps_S = per_trajectory.group_relative(later_S, batch.group_B[owner_S])
+    elif stage.process_form == "potential":
+        # A turn's score is the potential of the state after it; the start's is 0.
+        before_S = torch.tensor([steps.get((n, turn - 1), 0.0) for n, turn in steps], dtype=torch.float64)
+        later_S = per_token.returns_to_go(per_token.potential_shaping(before_S, owner_S), owner_S)
+        steps_S = per_trajectory.group_relative(later_S, batch.group_B[owner_S], normalize_std=False)
     else:
         steps_S = per_token.process_step_end(scores_S, owner_S, batch.group_B)
     outcome_B = per_trajectory.group_relative(batch.rewards_B, batch.group_B)

@@ -56,4 +56,4 @@ def _chosen(
 
 
 def _won(trajectory: Trajectory) -> bool:
-    return trajectory.reward is not None and trajectory.reward >= 1.0
+    return trajectory.reward is not None and trajectory.reward >= 1.0 - 1e-9

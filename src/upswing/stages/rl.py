@@ -70,8 +70,7 @@ async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int)
     await context.push_weights(training.learner.weights())
     if not any("eval_reward" in row and row["step"] == training.step for row in context.metrics.read(stage.name)):
         await _evaluate(context, stage, training)
-    with context.progress.task(stage.name, total=stage.steps, unit="step") as shown:
-        shown.update(training.step)
+    with context.progress.task(stage.name, total=stage.steps, unit="step", done=training.step) as shown:
         try:
             while not _is_over(stage, training):
                 await _step(context, stage, training, shown)
