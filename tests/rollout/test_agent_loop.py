@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -316,3 +317,25 @@ async def test_more_trajectories_than_threads_wait_without_using_up_their_time(
     monkeypatch.setattr(Echo, "step", slow)
     [group] = await rollouts(["done"] * 8).groups([TASK], size=8, sampling=Sampling(), seed=0)
     assert [t.error for t in group.trajectories] == [None] * 8
+
+
+async def test_garbage_collection_is_as_before_once_nothing_is_in_play() -> None:
+    """Also when two batches overlap and one of them fails."""
+    usual, seen = gc.get_threshold(), []
+
+    class Watching(Echo):
+        def step(self, message: AssistantMessage) -> Observation:
+            seen.append(gc.get_threshold())
+            return super().step(message)
+
+    async def batch(delay_s: float) -> None:
+        parts = rollouts(["done"], env=Watching)
+        parts.engine.delay_s = delay_s  # type: ignore[attr-defined]
+        await parts.groups([TASK], size=2, sampling=Sampling(), seed=0)
+
+    failing = asyncio.ensure_future(batch(5.0))
+    await asyncio.gather(batch(0.0), batch(0.02))
+    failing.cancel()
+    await asyncio.gather(failing, return_exceptions=True)
+    assert seen and all(one != usual for one in seen)
+    assert gc.get_threshold() == usual

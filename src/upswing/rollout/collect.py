@@ -6,8 +6,10 @@ Trajectories run concurrently; the engine batches their turns, and a slow tool h
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -65,7 +67,8 @@ class Rollouts:
 
         jobs = [[asyncio.ensure_future(attempts(row, task, i)) for i in range(size)] for row, task in enumerate(tasks)]
         try:
-            done = [[await job for job in row] for row in jobs]
+            with rare_full_gc():
+                done = [[await job for job in row] for row in jobs]
         except BaseException:
             running = [job for row in jobs for job in row]
             for job in running:
@@ -144,3 +147,23 @@ class Rollouts:
         except Exception as problem:
             score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
         return replace(trajectory, score=finite(score))
+
+
+_in_play, _usual_thresholds = 0, gc.get_threshold()
+
+
+@contextmanager
+def rare_full_gc() -> Iterator[None]:
+    """Full garbage collections become rare meanwhile: each looks at all that is alive, so that with thousands of
+    trajectories in play a trajectory would cost the more the more there are. Young garbage goes as always."""
+    global _in_play, _usual_thresholds
+    if _in_play == 0:
+        _usual_thresholds = gc.get_threshold()
+        gc.set_threshold(20_000, 50, 1_000)
+    _in_play += 1
+    try:
+        yield
+    finally:
+        _in_play -= 1
+        if _in_play == 0:
+            gc.set_threshold(*_usual_thresholds)
