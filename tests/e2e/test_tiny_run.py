@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(finished
 def test_a_stopped_run_resumes_to_the_same_weights(finished: Path, tmp_path: Path, stop: signal.Signals) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "upswing.cli.main", "run", str(RECIPE), *SHORT, "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ})
+    # A job in the background of a shell inherits an ignored SIGINT.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ}, preexec_fn=heed
+    )
     try:
         _wait_for(out / "checkpoints" / "rl" / "step-000002", process)
         process.send_signal(stop)
