@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from upswing.cli.main import app
 from upswing.errors import EnvironmentBroken, ModelNotFound
 from upswing.recipe import Recipe, load_recipe
+from upswing.stages.runner import check
 
 
 @dataclass
@@ -38,6 +39,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
     module = ModuleType("upswing.stages.runner")
     module.run_recipe = made.run_recipe  # type: ignore[attr-defined]
+    module.check = check  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "upswing.stages.runner", module)
     return made
 

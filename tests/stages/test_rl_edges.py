@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from upswing.cli.main import app
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.errors import ConfigError, UpswingError
 from upswing.recipe import recipe_from
@@ -182,3 +185,12 @@ def test_the_base_model_can_teach(tmp_path: Path) -> None:
     back = {"stage": "distill", "steps": 2, "teacher": "base", "tasks_per_step": 4, "eval_every": 0, "lr": 1e-3}
     rows = run(recipe_from({**recipe({}).to_dict(), "stages": [first, back]}), tmp_path / "run")
     assert rows[0]["kl"] > 0 and rows[0]["num_rows_skipped"] == 0
+
+
+def test_a_dry_run_names_a_teacher_that_is_not_there(tmp_path: Path) -> None:
+    one = tmp_path / "one.yaml"
+    stage = {"stage": "distill", "steps": 1, "teacher": str(tmp_path / "nowhere"), "eval_every": 0}
+    text = {"name": "d", "model": "tiny", "env": "lookup", "verifiers": ["strict_match"], "stages": [stage]}
+    one.write_text(json.dumps(text))
+    result = CliRunner().invoke(app, ["run", str(one), "--dry-run"])
+    assert result.exit_code == 2 and "nowhere" in result.stderr and result.stderr.count("\n") == 1

@@ -32,9 +32,9 @@ def run_command(
 
         preflight(config)
         if dry_run:
-            from upswing.models.load import resolve_model
+            from upswing.stages.runner import check
 
-            resolve_model(config.model, download=False)
+            check(config)
             typer.echo(config.dump(), nl=False)
             return
         from upswing.monitor.progress import Progress
