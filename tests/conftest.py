@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The suite says the same thing of the same code every time; `HYPOTHESIS_PROFILE=explore` looks for new counterexamples.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 ECHO_ENV = '''
 from upswing.envs import AssistantMessage, Environment, Observation

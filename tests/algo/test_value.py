@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from upswing.algo.value import explained_variance, value_loss
@@ -31,6 +31,7 @@ number = st.floats(-3, 3)
 
 
 @given(st.lists(st.tuples(number, number, number), min_size=1, max_size=8), st.floats(0.05, 1))
+@example([(2.2250738585072014e-308, 0.0, 0.5)], 1.0)
 def test_gradients_are_the_finite_differences_and_vanish_exactly_where_clipped(triples, clip):
     values, returns, old = (torch.tensor(column, dtype=torch.float64) for column in zip(*triples, strict=True))
     values.requires_grad_()
@@ -44,7 +45,9 @@ def test_gradients_are_the_finite_differences_and_vanish_exactly_where_clipped(t
     smooth = ((outside - clip).abs() > 1e-4) & (((error - other).abs() > 1e-4) | (outside < clip))
     torch.testing.assert_close(got[smooth], ((up - low) / (2 * step))[smooth], atol=1e-4, rtol=1e-4)
     assert (got[clipped] == 0).all()
-    assert (got[~clipped & smooth] == (values.detach() - returns)[~clipped & smooth]).all()
+    # Where both squares underflow to the same number the maximum shares the gradient: exact only up to that.
+    plain = ~clipped & smooth
+    torch.testing.assert_close(got[plain], (values.detach() - returns)[plain], atol=1e-12, rtol=1e-12)
     assert (loss >= 0.5 * error).all(), "clipping is pessimistic"
 
 
