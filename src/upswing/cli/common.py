@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from upswing.errors import ConfigError, UpswingError
+from upswing.errors import ConfigError, UpswingError, nearest
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -45,3 +45,12 @@ user_command = one_line_errors()
 
 def is_run_folder(path: Path) -> bool:
     return (path / "recipe.yaml").is_file()
+
+
+def check_run_folder(run: Path) -> None:
+    """Raise ConfigError when `run` isn't one, naming one that is called nearly so."""
+    if not is_run_folder(run):
+        known = [str(path.parent) for path in run.parent.glob("*/recipe.yaml")] if run.parent.is_dir() else []
+        close = nearest(str(run), known)
+        hint = f"; did you mean '{close}'?" if close else ""
+        raise ConfigError(f"'{run}' isn't a run folder (no recipe.yaml in it){hint}")

@@ -1,4 +1,6 @@
-"""The command line, one file a verb: `run`, `eval`, `play`, `report`, `algorithms`. Heavy imports wait for a verb."""
+"""The command line, one file a verb: `run`, `eval`, `play`, `report`, `rescore`, `algorithms`.
+
+Heavy imports wait for a verb."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from upswing.cli.algorithms import algorithms_command
 from upswing.cli.eval import eval_command
 from upswing.cli.play import play_command
 from upswing.cli.report import report_command
+from upswing.cli.rescore import rescore_command
 from upswing.cli.run import run_command
 
 app = typer.Typer(
@@ -25,6 +28,7 @@ app.command("run")(run_command)
 app.command("eval")(eval_command)
 app.command("play")(play_command)
 app.command("report")(report_command)
+app.command("rescore")(rescore_command)
 app.command("algorithms")(algorithms_command)
 
 

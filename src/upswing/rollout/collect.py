@@ -136,17 +136,21 @@ class Rollouts:
             limits=self.limits,
             seed=seed,
         )
-        # Errored and cancelled trajectories get no score, nor does a hung verifier give one.
-        if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
-            return trajectory
-        try:
-            scoring = self.rubric.score(Episode.of(trajectory))
-            score = await asyncio.wait_for(scoring, self.limits.scoring_timeout_s)
-        except TimeoutError:
-            score = Score(value=None, reason=f"scoring took longer than {self.limits.scoring_timeout_s:g} s")
-        except Exception as problem:
-            score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
-        return replace(trajectory, score=finite(score))
+        return replace(trajectory, score=await judge(trajectory, self.rubric, self.limits.scoring_timeout_s))
+
+
+async def judge(trajectory: Trajectory, rubric: Scorer, timeout_s: float) -> Score | None:
+    """What the rubric says of a trajectory; None for errored and cancelled ones. A hung or crashed verifier gives a
+    score without a value, never 0."""
+    if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
+        return None
+    try:
+        score = await asyncio.wait_for(rubric.score(Episode.of(trajectory)), timeout_s)
+    except TimeoutError:
+        score = Score(value=None, reason=f"scoring took longer than {timeout_s:g} s")
+    except Exception as problem:
+        score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
+    return finite(score)
 
 
 _in_play, _usual_thresholds = 0, gc.get_threshold()
