@@ -1,5 +1,7 @@
 """A pack gives every row what it gets alone: values and gradients."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,47 @@ def test_packed_rows_equal_rows_alone(kind, max_tokens):
     assert_same_gradients(gradients(model, (weights * got).sum()), gradients(reference, (weights * want).sum()))
 
 
+def forked_rows():
+    """Turns of agent and tool; branches that fork off each other; questions of 0 to 20 tokens, some shared too little
+    to be a segment; a row twice, and one that is trained from its second token on."""
+    rng = np.random.default_rng(3)
+
+    def draw(low, high=None):
+        return rng.integers(3, VOCAB, low if high is None else rng.integers(low, high)).tolist()
+
+    system, rows = draw(9), []
+    for group, length in enumerate((0, 3, 8, 20)):
+        question = [*system, *draw(length)]
+        for member in range(2):
+            think, call, result, answer = draw(1, 7), draw(1, 5), draw(1, 9), draw(1, 4)
+            first = len(question)
+            said = first + len(think) + len(call)
+            whole = [*question, *think, *call, *result, *answer]
+            trained = [*range(first, said), *range(said + len(result), len(whole))]
+            stripped = [*question, *call, *result, *answer]  # what was thought is taken out of the next prompt
+            last = [*range(len(stripped) - len(answer), len(stripped))]
+            told = [*question, *think, *call, *draw(3), *answer]  # the same call, another result
+            late = [*range(len(told) - len(answer), len(told))]
+            for tokens, positions in ((whole, trained), (stripped, last), (told, late)):
+                rows.append(row(tokens, positions, group=group, trajectory=2 * group + member))
+    return [*rows, rows[4], row(draw(12), range(1, 12), group=9)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("max_tokens", [1, 40, 90, 10_000])
+def test_gradients_are_those_of_rows_alone_to_1e_5(kind, max_tokens):
+    """Relative to each tensor's gradient, against float64."""
+    rows = forked_rows()
+    weights = torch.linspace(-1, 2, flatten(rows).num_tokens)
+    reference, model = tiny(kind).double(), switched(tiny(kind))
+    want = gradients(reference, (weights * plain_at_loss(reference, rows, 0.7)).sum())
+    got = gradients(model, (weights * packed(model, rows, max_tokens, 0.7)[0]).sum())
+    whole = sum(right.square().sum() for right in want.values()).sqrt()
+    for name, right in want.items():
+        # A key's bias hardly has a gradient: a softmax doesn't see what is added to all of its scores.
+        assert (got[name] - right).norm() <= 1e-5 * max(right.norm(), 1e-2 * whole), name
+
+
 def test_prefixes_are_computed_once_at_both_levels():
     rows = random_rows(groups=3, size=4, prompt=14, system=10)
     (one,) = pack(rows, 10_000)
@@ -70,6 +113,40 @@ def test_nothing_leaks_between_rows():
     of_row = flatten(rows).row_N == 2
     torch.testing.assert_close(after[~of_row], before[~of_row], rtol=0, atol=1e-6)
     assert (after[of_row] - before[of_row]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("first", [[5, 6, 7], [5, 6, 9], [11], [8, 9, 10, 8, 9, 10]])
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_a_pack_of_two_gives_the_second_what_it_has_alone(first, mode):
+    """PAD-02's own numbers and neighbours: B's values, whatever is before it in the pack."""
+    model = switched(tiny()).train(mode == "training")
+    rows = [row([*first, 3], [len(first)], group=0), row([8, 9, 10], [1, 2], group=1)]
+    got = packed(model, rows)[0][-2:]
+    torch.testing.assert_close(got, plain_at_loss(tiny(), rows[1:]), rtol=0, atol=1e-5)
+
+
+def test_an_attention_that_cannot_separate_rows_is_refused():
+    """PAD-02: transformers' own would drop the context and let rows read each other."""
+    with pytest.raises(ValueError, match="use_upswing_attention"):
+        packed(tiny(), random_rows())
+
+
+def test_a_shift_by_one_would_show():
+    """LP-04: a model that puts 0.9 on a known next token; targets and log-probs are those of the response."""
+    model = switched(tiny(tie_word_embeddings=False))
+    with torch.no_grad():  # nothing but the embedding reaches the head, which answers a token with the next id
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB, 32))
+        known = math.log(0.9 / (0.1 / (VOCAB - 1))) / math.sqrt(32)  # the norm scales a unit vector by sqrt(H)
+        model.lm_head.weight.copy_(known * torch.eye(VOCAB, 32).roll(1, 0))
+    rows = [row([10, 11, 12, 13, 14], [3, 4]), row([20, 21, 22, 24], [2, 3])]
+    got = packed(model, rows)[0]
+    [one] = pack(rows, 100)
+    assert one.target_M[one.slot_M.argsort()].tolist() == [13, 14, 22, 24]
+    want = torch.tensor([0.9, 0.9, 0.9, 0.1 / (VOCAB - 1)]).log()
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 def test_first_token_right_after_a_shared_prompt_and_immediate_end():

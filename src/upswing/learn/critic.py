@@ -89,7 +89,7 @@ class Critic(ScalarTrainer):
             tally.add("clipped", clipped_M)
             return loss_M.sum() / len(returns_N)
 
-        self.step(pack(rows, self.max_tokens_per_pack), objective, tally)
+        self.step(self.packs(rows), objective, tally)
 
     def _minibatches(self, rows: Sequence[TrainRow], count: int) -> list[np.ndarray]:
         """Row indices: groups in random order, each kept together so that its prompt is computed once."""

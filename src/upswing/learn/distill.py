@@ -19,7 +19,7 @@ from upswing.learn.forward import packed_hidden
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import Tally, UpdateMetrics, update_metrics
 from upswing.learn.modes import mode
-from upswing.learn.packing import Pack, pack
+from upswing.learn.packing import Pack
 from upswing.learn.rows import TrainRow, flatten
 from upswing.learn.trainer import Objective
 from upswing.models.attention import use_upswing_attention
@@ -42,7 +42,7 @@ def distill_update(
     with learner.update() as tally, mode(teacher_model, training=False):
         flat = flatten(rows).to(learner.device)
         weights_N = token_weights(flat.sequence_N, mode=aggregation)
-        packs = pack(rows, learner.max_tokens_per_pack)
+        packs = learner.packs(rows)
         skipped = len(rows) - sum(len(one.row_indices) for one in packs)
         tally.counts.update(rows=len(rows), loss_tokens=flat.num_tokens, rows_skipped=skipped)
         learner.step(packs, full_kl_objective(learner, teacher_model, weights_N, temperature, tally), tally)

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from upswing.errors import ConfigError
+from upswing.learn.in_place import embedded
 from upswing.learn.logits import token_logprobs
 from upswing.learn.packing import Pack, Segment
+from upswing.models.attention import NAME
 from upswing.models.heads import scalar_head
 
 
@@ -92,10 +94,15 @@ def check_trainable(model: Any, *, scalar: bool = False) -> None:
 
 
 def packed_hidden(model: Any, pack: Pack) -> torch.Tensor:
-    """Last hidden states [M, H] where a loss token is predicted, each row as if it were alone, gradients included."""
+    """Last hidden states [M, H] where a loss token is predicted, each row as if it were alone, gradients included.
+
+    Raises ValueError for a model with another attention: it would let rows read each other.
+    """
+    if model.config._attn_implementation != NAME:
+        raise ValueError(f"the model's attention is '{model.config._attn_implementation}'; call use_upswing_attention")
     device = model.get_input_embeddings().weight.device
     hidden_1NH = model.base_model(
-        input_ids=pack.tokens_N.to(device)[None],
+        **embedded(model, pack.tokens_N.to(device)[None]),
         position_ids=pack.position_ids_N.to(device)[None],
         attention=PackedAttention(pack.segments),
         use_cache=False,

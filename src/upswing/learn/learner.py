@@ -73,7 +73,7 @@ class Learner(Trainer):
             flat = flatten(rows).to(self.device)
             weights_N = token_weights(flat.sequence_N, mode=aggregation)
             _count_batch(tally, rows, flat)
-            packs = pack(rows, self.max_tokens_per_pack)
+            packs = self.packs(rows)
             tally.counts["rows_skipped"] = len(rows) - sum(len(p.row_indices) for p in packs)
 
             def objective(one: Pack) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Learner(Trainer):
         flat = flatten(rows).to(self.device)
         weights_N = token_weights(flat.sequence_N, mode=options.aggregation, norm_length=options.norm_length)
         active = _active_rows(flat, everything=options.regularised)
-        packs = pack(rows, self.max_tokens_per_pack, include=active)
+        packs = self.packs(rows, include=active)
         old_N = None if old is None else torch.from_numpy(at_loss(rows, old)).to(self.device)
         num_preserved, answer_N = int((flat.advantages_N >= 0).sum()), _answers(flat)
 

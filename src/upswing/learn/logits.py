@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from upswing.learn.in_place import grad_of, is_in_place
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at a time (64 MiB in float32)."""
 RULED_OUT = -1e30
@@ -27,12 +29,14 @@ def token_logprobs(
     """Log-prob of `target_M` and entropy of its distribution, softmax(logits / temperature); both [M].
 
     Float32 whatever the precision of the matrix product, float64 for a float64 model. Both results carry gradient to
-    hidden states, weight and bias. Logits are computed a chunk at a time and once more in the backward pass.
+    hidden states, weight and bias. Logits are computed a chunk at a time and once more in the backward pass. Under
+    `gradients_in_place` the weight's gradient is added to `weight_VH.grad`.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; training needs one above 0, the one that was sampled with")
     apply: Any = _TokenLogprobs.apply
-    logprobs_M, entropy_M = apply(hidden_MH, weight_VH, bias_V, target_M, temperature, _matmul_dtype(hidden_MH))
+    options = temperature, _matmul_dtype(hidden_MH), is_in_place(weight_VH)
+    logprobs_M, entropy_M = apply(hidden_MH, weight_VH, bias_V, target_M, *options)
     return logprobs_M, entropy_M
 
 
@@ -42,20 +46,30 @@ def _matmul_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _scaled_logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, temperature: float
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperature: float,
+    buffer_CV: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits / temperature [C, V], in float32 or float64."""
-    logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
+    """Logits / temperature [C, V], in float32 or float64; made in `buffer_CV`, which one call uses for all chunks."""
+    logits_CV = buffer_CV[: len(hidden_CH)]
+    if bias_V is None:
+        torch.mm(hidden_CH, weight_VH.t(), out=logits_CV)
+    else:
+        torch.addmm(bias_V, hidden_CH, weight_VH.t(), out=logits_CV)
     if logits_CV.dtype not in (torch.float32, torch.float64):
         logits_CV = logits_CV.float()
     if bias_V is not None:
         # A token that the bias rules out has -inf, which would make 0 * inf of its share of the entropy.
-        logits_CV = logits_CV.clamp(min=RULED_OUT)
+        logits_CV.clamp_(min=RULED_OUT)
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
-def _chunk_rows(vocab: int) -> int:
-    return max(1, CHUNK_ELEMENTS // vocab)
+def _chunk_buffer(hidden_MH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """Uninitialised [C, V] in the weight's dtype."""
+    num_rows, vocab = len(hidden_MH), len(weight_VH)
+    return weight_VH.new_empty(max(1, min(num_rows, CHUNK_ELEMENTS // vocab)), vocab)
 
 
 def _block_rows(vocab: int, logits: torch.Tensor) -> int:
@@ -72,16 +86,18 @@ class _TokenLogprobs(torch.autograd.Function):
         target_M: torch.Tensor,
         temperature: float,
         dtype: torch.dtype,
+        in_place: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight = weight_VH.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         num_rows, vocab = len(hidden_MH), len(weight_VH)
+        buffer_CV = _chunk_buffer(hidden_MH, weight)
+        step = len(buffer_CV)
         logprobs_M = torch.empty(num_rows, dtype=wide, device=hidden_MH.device)
         entropy_M, normalizer_M = torch.empty_like(logprobs_M), torch.empty_like(logprobs_M)
-        step = _chunk_rows(vocab)
         for start in range(0, num_rows, step):
-            chunk_CV = _scaled_logits(hidden_MH[start : start + step].to(dtype), weight, bias, temperature)
+            chunk_CV = _scaled_logits(hidden_MH[start : start + step].to(dtype), weight, bias, temperature, buffer_CV)
             inner = _block_rows(vocab, chunk_CV)
             for offset in range(0, len(chunk_CV), inner):
                 rows = slice(start + offset, start + min(offset + inner, len(chunk_CV)))
@@ -92,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 normalizer_M[rows] = chunk_CV[offset : offset + inner].gather(1, target)[:, 0] - logprobs_M[rows]
                 entropy_M[rows] = -(logprobs_CV.exp().mul_(logprobs_CV)).sum(-1)
         ctx.save_for_backward(hidden_MH, weight_VH, bias_V, target_M, normalizer_M, entropy_M)
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature, ctx.dtype, ctx.parameter = temperature, dtype, weight_VH if in_place else None
         return logprobs_M, entropy_M
 
     @staticmethod
@@ -102,14 +118,16 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(ctx.dtype)
         bias = None if bias_V is None else bias_V.to(ctx.dtype)
         num_rows, vocab = len(hidden_MH), len(weight_VH)
+        buffer_CV = _chunk_buffer(hidden_MH, weight)
+        step = len(buffer_CV)
         grad_hidden_MH = torch.empty_like(hidden_MH)
-        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] and ctx.parameter is None else None
+        weight_grad_VH = grad_weight_VH if ctx.parameter is None else grad_of(ctx.parameter)
         grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
         with_entropy = bool(grad_entropy_M.any())
-        step = _chunk_rows(vocab)
         for start in range(0, num_rows, step):
             hidden_CH = hidden_MH[start : start + step].to(ctx.dtype)
-            chunk_CV = _scaled_logits(hidden_CH, weight, bias, ctx.temperature)
+            chunk_CV = _scaled_logits(hidden_CH, weight, bias, ctx.temperature, buffer_CV)
             inner = _block_rows(vocab, chunk_CV)
             for offset in range(0, len(chunk_CV), inner):
                 rows = slice(start + offset, start + min(offset + inner, len(chunk_CV)))
@@ -122,11 +140,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
             low_CV = chunk_CV.to(ctx.dtype)
             grad_hidden_MH[start : start + step] = low_CV @ weight
-            if grad_weight_VH is not None:
-                _accumulate(grad_weight_VH, low_CV, hidden_CH)
+            if weight_grad_VH is not None:
+                _accumulate(weight_grad_VH, low_CV, hidden_CH)
             if grad_bias_V is not None:
                 grad_bias_V += chunk_CV.sum(0)
-        return grad_hidden_MH, grad_weight_VH, grad_bias_V, None, None, None
+        return grad_hidden_MH, grad_weight_VH, grad_bias_V, None, None, None, None
 
 
 def _logits_grad_(
@@ -151,5 +169,7 @@ def _accumulate(total_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.
     """total += grad^T @ hidden, in the precision of `total`."""
     if total_VH.dtype == grad_CV.dtype:
         total_VH.addmm_(grad_CV.t(), hidden_CH)
-    else:
-        total_VH += grad_CV.t() @ hidden_CH
+        return
+    step = max(1, CHUNK_ELEMENTS // total_VH.shape[1])  # a product in low precision is another [V, H]
+    for total, grad in zip(torch.split(total_VH, step), torch.split(grad_CV, step, dim=1), strict=True):
+        total += grad.t() @ hidden_CH

@@ -102,6 +102,8 @@ class UpdateMetrics:
     """In the batch, skipped rows included: what the denominators count."""
     num_tokens: int
     """Run through the model forward and backward, shared prefixes once; every pass counts."""
+    num_tokens_recomputed: int
+    """Of these, the ones whose activations were recomputed in the backward pass."""
     num_steps: int
     """Optimizer steps that were applied."""
     num_steps_skipped: int

@@ -26,7 +26,7 @@ from upswing.errors import ConfigError, did_you_mean
 from upswing.learn.forward import packed_forward
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import Tally
-from upswing.learn.packing import Pack, pack
+from upswing.learn.packing import Pack
 from upswing.learn.rows import TrainRow, flatten
 
 
@@ -151,7 +151,7 @@ def preference_update(
         flat = flatten(rows).to(learner.device)
         tally.counts.update(rows=len(rows), loss_tokens=flat.num_tokens)
         baseline = _baseline(learner, batch, options, tally)
-        packs = pack(rows, learner.max_tokens_per_pack, keep_groups=True)
+        packs = learner.packs(rows, keep_groups=True)
 
         def objective(one: Pack) -> torch.Tensor:
             with learner.autocast():

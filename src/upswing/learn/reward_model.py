@@ -16,7 +16,7 @@ import torch
 from upswing.algo.preference import preferred
 from upswing.algo.reward_model import bradley_terry, length_correlation, pair_accuracy, pair_ece
 from upswing.learn.critic import ScalarTrainer, tally_values
-from upswing.learn.packing import Pack, pack
+from upswing.learn.packing import Pack
 from upswing.learn.rows import TrainRow
 from upswing.models.heads import load_scalar_model
 from upswing.trajectory.types import Float32T, Outcome, Trajectory
@@ -55,7 +55,7 @@ class RewardModel(ScalarTrainer):
                 tally.add("score", scores_M)
                 return bradley_terry(chosen_B, rejected_B, margins_B=margins_B, centring=centring).sum() / len(pairs)
 
-            self.step(pack(rows, self.max_tokens_per_pack, keep_groups=True), objective, tally)
+            self.step(self.packs(rows, keep_groups=True), objective, tally)
         return tally_values(tally)
 
     def pair_metrics(self, pairs: Sequence[Pair], *, margins: Sequence[float] | None = None) -> dict[str, float]:

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from upswing.learn.activations import RECOMPUTE_COST, Fits
 from upswing.learn.checkpoint import load_checkpoint, save_checkpoint
+from upswing.learn.in_place import gradients_in_place
 from upswing.learn.metrics import Tally
 from upswing.learn.modes import mode
-from upswing.learn.packing import Pack
+from upswing.learn.packing import Pack, pack
 from upswing.learn.precision import compute_context
+from upswing.learn.rows import TrainRow
 from upswing.learn.schedule import Schedule
 from upswing.models.attention import use_upswing_attention
 
@@ -41,14 +44,15 @@ class Trainer:
         schedule: Schedule | None = None,
         max_tokens_per_pack: int = 4096,
         compute_dtype: torch.dtype | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | float = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
         """`model`: its weights that require a gradient are trained in place.
 
         `lr` is the peak, `schedule` its factor by update (constant by default). `grad_clip` bounds the gradient's norm.
-        `version`: where to count updates from.
+        `version`: where to count updates from. `gradient_checkpointing`: whether to recompute activations in the
+        backward pass, or the GB that a pack's may take: `packs` then cuts smaller ones or has some recomputed.
         """
         use_upswing_attention(model)
         self.model = model
@@ -66,9 +70,12 @@ class Trainer:
         self._lr, self._grad_clip, self._schedule = lr, grad_clip, schedule or Schedule()
         self._compute_dtype = compute_dtype
         self._rng = np.random.default_rng(seed)
+        self._fits = Fits(kept=0) if gradient_checkpointing is True else Fits()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.device = self._parameters[0].device
         self._optimizer = _make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+        if not isinstance(gradient_checkpointing, bool):
+            self._fits = Fits.measure(model, self.autocast, gradient_checkpointing)
 
     @property
     def lr(self) -> float:
@@ -94,6 +101,20 @@ class Trainer:
         self.version += 1 if tally.counts["steps"] else 0
         tally.seconds = time.perf_counter() - started
 
+    def packs(self, rows: Sequence[TrainRow], **options: Any) -> list[Pack]:
+        """`pack` for a forward with gradient, within the budget for activations unless a row alone is beyond it.
+
+        Smaller packs cost nothing, except that a beginning shared by rows in different packs is computed in each; what
+        costs less of that and of recomputing packs that are too large is taken.
+        """
+        limits = [limit for limit in (self._fits.recomputed, self._fits.kept) if limit >= 1] or [1]
+        sizes = dict.fromkeys(int(min(self.max_tokens_per_pack, limit)) for limit in limits)
+        return min((pack(rows, size, **options) for size in sizes), key=lambda packs: sum(map(self._cost, packs)))
+
+    def _cost(self, one: Pack) -> float:
+        """In tokens computed once."""
+        return one.num_tokens * (RECOMPUTE_COST if one.num_tokens > self._fits.kept else 1.0)
+
     def step(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> None:
         """Forward and backward of every pack, then one optimizer step if there is a gradient and it is finite."""
         if not packs:
@@ -101,10 +122,17 @@ class Trainer:
             return
         total = 0.0
         for one in packs:
-            part = objective(one)
-            torch.autograd.backward(part)
+            recompute = one.num_tokens > self._fits.kept
+            if self._fits.kept < math.inf:
+                for module in self.model.modules():
+                    if hasattr(module, "gradient_checkpointing"):
+                        module.gradient_checkpointing = recompute
+            with gradients_in_place():
+                part = objective(one)
+                torch.autograd.backward(part)
             total += float(part.detach())
             tally.counts["tokens"] += one.num_tokens
+            tally.counts["tokens_recomputed"] += one.num_tokens * recompute
         tally.add_value("loss", total)
         self._apply_gradient(tally)
 
