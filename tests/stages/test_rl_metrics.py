@@ -48,6 +48,17 @@ def test_groups_without_a_spread_are_split_into_too_easy_and_too_hard() -> None:
     assert values["sampled_tokens"] == 3
 
 
+def test_a_components_share_of_the_variance() -> None:
+    """x: 0 1 0 1 and y: 0 0 1 1, rewards x + 2 y: variances 1/4 and 4/4 of 5/4; the unscored row is left out."""
+    scores = [{"x": 0.0, "y": 0.0}, {"x": 1.0, "y": 0.0}, {"x": 0.0, "y": 1.0}, {"x": 1.0, "y": 1.0}, {"x": 1.0}]
+    played = tuple(
+        trajectory(TASKS[0], i, None, score=Score(value=None if len(parts) < 2 else 1.0, components=parts))
+        for i, parts in enumerate(scores)
+    )
+    values = batch_metrics([Group(task=TASKS[0], trajectories=played)], [1.0] * 5, weights={"x": 1.0, "y": 2.0})
+    assert (values["variance_share_x"], values["variance_share_y"]) == pytest.approx((0.2, 0.8))
+
+
 def test_errored_and_unscored_trajectories_shrink_the_group_and_never_count_as_zero() -> None:
     broken = trajectory(
         TASKS[0], 9, None, outcome=Outcome.ERRORED, stop_reason=StopReason.ERROR, error="OSError: gone", score=None

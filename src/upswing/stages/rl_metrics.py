@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from upswing.algo.advantage import has_signal
 from upswing.evals.summary import record_of
 from upswing.trajectory.types import Group, Outcome, Trajectory
+from upswing.verify.rubric import GATED, variance_shares
 
 
 def batch_metrics(
     groups: Sequence[Group],
     rewards_B: Sequence[float],
     recovered: Callable[[Trajectory], bool | None] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Means over the batch's counted trajectories; NaN where nothing was counted.
 
-    `rewards_B` goes over the trajectories of all groups in order; NaN rewards are the unscored ones.
+    `rewards_B` goes over the trajectories of all groups in order; NaN rewards are the unscored ones. `weights`: the
+    rubric's; each component's share of the variance of its reward is then told too.
     """
     played = [t for group in groups for t in group.trajectories]
     records = [record_of(t, recovered) for t in played]
@@ -45,7 +48,8 @@ def batch_metrics(
     for name in dict.fromkeys(name for record in counted for name in record.components):
         found = [record.components.get(name) for record in counted]
         values[f"score_{name}"] = _mean(value for value in found if value is not None)
-    return values
+    shares = variance_shares([record.components for record in counted], weights or {})
+    return values | {f"variance_share_{name.removesuffix(GATED)}": share for name, share in shares.items()}
 
 
 def _group_shares(groups: Sequence[Group], rewards_B: Sequence[float]) -> dict[str, float]:

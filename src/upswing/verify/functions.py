@@ -12,7 +12,7 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
-from upswing.verify import qa
+from upswing.verify import actions, forms, maths, numeric, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 
@@ -20,6 +20,26 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
 WHOLE = "episode"
 """A parameter of this name gets the Episode itself."""
 DEFAULT_TIMEOUT_S = 30.0
+BUILTIN: Mapping[str, Callable[..., Any]] = {
+    "strict_match": qa.strict_match,
+    "exact_match": qa.exact_match,
+    "f1": qa.f1,
+    "format": qa.format_valid,
+    "numeric": numeric.Numeric,
+    "math": maths.Math,
+    "choice": forms.Choice,
+    "json_schema": forms.JsonSchema,
+    "regex": forms.Regex,
+    "countdown": numeric.countdown,
+    "tool_calls": actions.ToolCalls,
+    "state": actions.State,
+    "retrieval_hit": actions.RetrievalHit,
+    "length_penalty": penalties.LengthPenalty,
+    "repetition_penalty": penalties.RepetitionPenalty,
+    "call_penalty": penalties.CallPenalty,
+}
+WAITING = (maths.Math, forms.JsonSchema, forms.Regex)
+"""Built-in ones that wait for a worker; the others are quick and are called where they are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +115,7 @@ def verifier_from(
         return given
     label = name or _label(given)
     function = _load(given) if isinstance(given, str) else given
-    inline = function in qa.BUILTIN.values()
+    inline = function in BUILTIN.values() and function not in WAITING
     if inspect.isclass(function):
         function, args = _instance(function, args, f"verifier '{label}'"), {}
     if not callable(function):
@@ -112,11 +132,11 @@ def _label(given: Any) -> str:
 
 
 def _load(spec: str) -> Any:
-    if spec in qa.BUILTIN:
-        return qa.BUILTIN[spec]
+    if spec in BUILTIN:
+        return BUILTIN[spec]
     from upswing.plugins import load_object
 
-    paths = {key: f"{function.__module__}:{function.__name__}" for key, function in qa.BUILTIN.items()}
+    paths = {key: f"{function.__module__}:{function.__name__}" for key, function in BUILTIN.items()}
     return load_object(spec, "verifier", paths)
 
 
@@ -138,8 +158,8 @@ def _instance(cls: type, args: Mapping[str, Any], what: str) -> Any:
     check_arguments(cls, args, what)
     try:
         return cls(**args)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
     except Exception as error:
         raise ConfigError(f"{what} can't be made: {type(error).__name__}: {' '.join(str(error).split())}") from error
 

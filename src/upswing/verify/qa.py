@@ -13,10 +13,11 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upswing.trajectory.types import Outcome, ToolRecord
+from upswing.verify.text import accepted
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -32,7 +33,7 @@ def normalize(text: str) -> str:
 def strict_match(answer: str | None, gold: Sequence[str]) -> float | None:
     """1 when the answer is an accepted one, character by character; only outer whitespace and the Unicode form (NFC)
     are forgiven. Case, punctuation and inner spaces count."""
-    golds = [_trim(one) for one in _golds(gold)]
+    golds = [_trim(one) for one in accepted(gold)]
     if not golds:
         return None
     return 0.0 if answer is None else float(_trim(answer) in golds)
@@ -40,7 +41,7 @@ def strict_match(answer: str | None, gold: Sequence[str]) -> float | None:
 
 def exact_match(answer: str | None, gold: Sequence[str]) -> float | None:
     """1 when the answer is an accepted one after SQuAD's normaliser. Golds that it empties compare strictly."""
-    golds = _golds(gold)
+    golds = accepted(gold)
     if not golds:
         return None
     if answer is None:
@@ -51,7 +52,7 @@ def exact_match(answer: str | None, gold: Sequence[str]) -> float | None:
 
 def f1(answer: str | None, gold: Sequence[str]) -> float | None:
     """Token F1 of SQuAD, the best over the accepted answers; yes and no are all or nothing."""
-    golds = _golds(gold)
+    golds = accepted(gold)
     if not golds:
         return None
     return 0.0 if answer is None else max(_f1(answer, one) for one in golds)
@@ -70,19 +71,6 @@ def format_valid(
     if invalid is None:
         invalid = sum(not record.ok and not record.result.startswith("Error: ") for record in tool_records)
     return float(invalid == 0)
-
-
-BUILTIN: Mapping[str, Callable[..., Any]] = {
-    "strict_match": strict_match,
-    "exact_match": exact_match,
-    "f1": f1,
-    "format": format_valid,
-}
-
-
-def _golds(gold: str | Sequence[str]) -> list[str]:
-    """The accepted answers that say anything; a bare string is one answer, not its letters."""
-    return [one for one in ([gold] if isinstance(gold, str) else gold) if one.strip()]
 
 
 def _trim(text: str) -> str:

@@ -1,22 +1,23 @@
-"""A rubric: named verifiers with weights, and the check that it can't be fooled by the obvious."""
+"""A rubric: named verifiers with weights and gates, and the check that it can't be fooled by the obvious."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from upswing.errors import ConfigError
+from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, Outcome, Score, StopReason, Task
 from upswing.verify.base import Episode
 from upswing.verify.functions import Verifier, verifier_from
 
 
 class VerifierSpec(Protocol):
-    """What a recipe says of one verifier."""
+    """What a recipe says of one verifier; also read where it has them: `gate`, `weight_from`, `weight_steps`."""
 
     @property
     def name(self) -> str: ...
@@ -26,46 +27,129 @@ class VerifierSpec(Protocol):
     def args(self) -> Any: ...
 
 
-class Rubric:
-    """The reward: the weighted sum of its verifiers. Weight 0: measured and reported, never part of the reward."""
+Ramp = tuple[float, int]
+"""(weight at step 0, steps until it is the verifier's own weight)."""
+GATED = ".gated"
+"""After a verifier's name: its score times the gates', which is what the reward is made of."""
 
-    def __init__(self, items: Iterable[tuple[str, Any, float]]) -> None:
-        """`items`: (name, verifier or function, weight). Raises ConfigError for what can't be a reward."""
+
+class Rubric:
+    """The reward: the product of its gates' scores times the weighted sum of the other verifiers'.
+
+    Weight 0: measured and reported, never part of the reward. The reward is always the sum of `weights` times the
+    score's components of those names.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[tuple[str, Any, float]],
+        *,
+        gates: Iterable[str] = (),
+        ramps: Mapping[str, Ramp] | None = None,
+    ) -> None:
+        """`items`: (name, verifier or function, weight). Gates must score in [0, 1]: at 0 the reward is 0; their own
+        weight is 0. Raises ConfigError for what can't be a reward."""
         self.items: tuple[tuple[str, Verifier, float], ...] = tuple(
             (name, verifier_from(verifier, name=name), float(weight)) for name, verifier, weight in items
         )
+        self.gates, self.ramps = frozenset(gates), dict(ramps or {})
         names = [name for name, _, _ in self.items]
+        for name in (*self.gates, *self.ramps):
+            if name not in names:
+                raise ConfigError(f"no verifier is called '{name}'{did_you_mean(name, names)}")
         for name, _, weight in self.items:
+            start, steps = self.ramps.get(name, (weight, 1))
             if names.count(name) > 1:
                 raise ConfigError(f"two verifiers are called '{name}'; give each a name of its own")
-            if not math.isfinite(weight):
+            if not math.isfinite(weight) or not math.isfinite(start):
                 raise ConfigError(f"verifier '{name}': weight must be a finite number, got {weight}")
+            if name in self.gates and (weight or start):
+                raise ConfigError(f"verifier '{name}' is a gate: it multiplies the reward and has no weight")
+            if steps < 1:
+                raise ConfigError(f"verifier '{name}': its weight must change over at least 1 step, got {steps}")
         if not any(weight for _, _, weight in self.items):
             raise ConfigError("no verifier has a weight other than 0, so the reward would always be 0")
 
+    def at(self, step: int) -> Rubric:
+        """The rubric with the weights that it has at a step (0-based); without, it has those it ends with."""
+        if not self.ramps:
+            return self
+        found = copy.copy(self)
+        found.items = tuple((name, verifier, self._weight(name, weight, step)) for name, verifier, weight in self.items)
+        found.ramps = {}
+        return found
+
+    def _weight(self, name: str, end: float, step: int) -> float:
+        start, steps = self.ramps.get(name, (end, 1))
+        return start + (end - start) * min(step / steps, 1.0)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """What the reward is made of: component -> weight, for estimators that normalise each by itself (GDPO)."""
+        return {name + (GATED if self.gates else ""): weight for name, _, weight in self.items if weight}
+
     async def score(self, episode: Episode) -> Score:
-        """All verifiers, run side by side. The value is None when one that carries weight could not score."""
+        """All verifiers, run side by side. The value is None when a gate or one that carries weight couldn't score."""
         scores = await asyncio.gather(*(verifier(episode) for _, verifier, _ in self.items))
         components: dict[str, float | None] = {}
-        reasons, total, judged = [], 0.0, True
+        reasons, gate, judged = [], 1.0, True
         for (name, _, weight), score in zip(self.items, scores, strict=True):
             components[name] = score.value
             components.update({f"{name}.{key}": value for key, value in score.components.items()})
             if score.reason:
                 reasons.append(f"{name}: {score.reason}")
-            if weight and score.value is None:
-                judged = False
-            elif weight and score.value is not None:
-                total += weight * score.value
-        if judged and not math.isfinite(total):
-            judged, reasons = False, [*reasons, f"the weighted sum is {total}"]
-        return Score(value=total if judged else None, components=components, reason="; ".join(reasons))
+            if score.value is None:
+                judged = judged and not weight and name not in self.gates
+            elif name in self.gates:
+                gate *= score.value
+                if not 0 <= score.value <= 1:
+                    judged = False
+                    reasons.append(f"{name}: a gate must score between 0 and 1, got {score.value:g}")
+        if not judged:
+            return Score(value=None, components=components, reason="; ".join(reasons))
+        if self.gates:
+            components |= {name + GATED: gate * (components[name] or 0.0) for name, _, weight in self.items if weight}
+        total = sum(weight * (components[name] or 0.0) for name, weight in self.weights.items())
+        if not math.isfinite(total):
+            return Score(
+                value=None, components=components, reason="; ".join([*reasons, f"the weighted sum is {total}"])
+            )
+        return Score(value=total, components=components, reason="; ".join(reasons))
 
 
 def rubric_from(specs: Sequence[VerifierSpec]) -> Rubric:
     """The rubric of a recipe's verifiers, called by their names; import paths by what follows the colon."""
-    made = [(verifier_from(spec.name, spec.args), float(spec.weight)) for spec in specs]
-    return Rubric([(verifier.name, verifier, weight) for verifier, weight in made])
+    made = [(verifier_from(spec.name, spec.args), spec) for spec in specs]
+    gates = [verifier.name for verifier, spec in made if getattr(spec, "gate", False)]
+    return Rubric(
+        [(verifier.name, verifier, 0.0 if verifier.name in gates else spec.weight) for verifier, spec in made],
+        gates=gates,
+        ramps={
+            verifier.name: (float(start), int(getattr(spec, "weight_steps", None) or 0))
+            for verifier, spec in made
+            if (start := getattr(spec, "weight_from", None)) is not None
+        },
+    )
+
+
+def variance_shares(
+    components_B: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """How much of the reward's variance each component makes: cov(weight x score, reward) / var(reward), which sum to
+    1. Over the rows where all are scored; NaN when the reward doesn't vary."""
+    rows = [[row.get(name) for name in weights] for row in components_B]
+    known = [[float(value) for value in row if value is not None] for row in rows if None not in row]
+    parts = [[weight * row[i] for row in known] for i, weight in enumerate(weights.values())]
+    rewards = [sum(row) for row in zip(*parts, strict=True)]
+    mean = sum(rewards) / max(1, len(rewards))
+    # The mean of the rewards alone is enough: deviations of the other factor sum to the same.
+    covariances = [sum(part * (reward - mean) for part, reward in zip(one, rewards, strict=True)) for one in parts]
+    variance = sum((reward - mean) ** 2 for reward in rewards)
+    spread = variance > 1e-18 * max((reward**2 for reward in rewards), default=1.0)
+    return {
+        name: covariance / variance if spread else math.nan
+        for name, covariance in zip(weights, covariances, strict=True)
+    }
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,67 @@
+"""What the agent wrote, repeated or called too much: scores from 0 down to -1, for a weight to scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from upswing.errors import ConfigError
+from upswing.trajectory.types import Message, ToolRecord
+from upswing.verify.text import check_number
+
+
+def written(messages: Sequence[Message], num_turns: int) -> list[str]:
+    """What the agent wrote, turn by turn, reasoning included; a prompt's example turns are not its own."""
+    texts = [message.content for message in messages if message.role == "assistant"]
+    return texts[-num_turns:] if num_turns else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Over:
+    """0 up to `free`, falling in a straight line to -1 at `limit` and beyond."""
+
+    free: int
+    limit: int
+
+    def __post_init__(self) -> None:
+        check_number("free", self.free, kind=int)
+        check_number("limit", self.limit, kind=int)
+        if self.limit <= self.free:
+            raise ConfigError(f"limit: got {self.limit}; allowed: above free ({self.free})")
+
+    def penalty(self, amount: int) -> float:
+        return -min(max((amount - self.free) / (self.limit - self.free), 0.0), 1.0)
+
+
+class LengthPenalty(_Over):
+    """Of the characters that the agent wrote: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), counted in
+    characters, as an Episode has no tokens."""
+
+    def __call__(self, messages: Sequence[Message], num_turns: int) -> float:
+        return self.penalty(sum(map(len, written(messages, num_turns))))
+
+
+class CallPenalty(_Over):
+    """Of the tool calls that the agent made, invalid ones included."""
+
+    def __call__(self, tool_records: Sequence[ToolRecord]) -> float:
+        return self.penalty(len(tool_records))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionPenalty:
+    """Minus the share of n-grams of words that had been written before: 0 when none is repeated (Open-R1's n-gram
+    repetition penalty, with a largest penalty of -1)."""
+
+    ngram: int = 4
+
+    def __post_init__(self) -> None:
+        check_number("ngram", self.ngram, 1, kind=int)
+
+    def __call__(self, messages: Sequence[Message], num_turns: int) -> float:
+        grams: list[Any] = []
+        for text in written(messages, num_turns):
+            words = text.lower().split()
+            grams += zip(*(words[start:] for start in range(self.ngram)), strict=False)
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0

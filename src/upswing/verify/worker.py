@@ -1,0 +1,108 @@
+"""Calls a function in a process of its own that the kernel ends when its time is over, whatever it is doing.
+
+For what a thread can't leave (see `deadline`): a power tower in SymPy, a regular expression that backtracks for ever.
+The worker arms its own timer and limits its own memory, so that it ends even when nobody is left to end it. It is a
+fresh interpreter and no fork: the parent holds threads, and perhaps a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+MAX_WORKERS = min(4, os.cpu_count() or 1)
+"""Of one function; further calls wait."""
+MEMORY_BYTES = 2 << 30
+"""Address space of one worker."""
+
+
+class Workers:
+    """The workers of one function, `module:name`, whose arguments and result are JSON. Started when first needed; each
+    then runs its module's `warm_up()`, if there is one, before the clock does."""
+
+    def __init__(self, function: str) -> None:
+        self._command = [sys.executable, "-P", "-m", "upswing.verify.worker", function]
+        self._gate = threading.Semaphore(MAX_WORKERS)
+        self._idle: list[subprocess.Popen[str]] = []
+
+    def call(self, timeout_s: float, **kwargs: Any) -> Any:
+        """What the function returns. Raises TimeoutError after `timeout_s` seconds of work (waiting for a worker and
+        starting one take nothing off them), RuntimeError for what it raised or when its process died."""
+        with self._gate:
+            process, kept = self._take(), False
+            try:
+                value = _ask(process, timeout_s, kwargs)
+                kept = True
+                self._idle.append(process)
+                return value
+            finally:
+                if not kept:
+                    process.kill()
+                    process.communicate()
+
+    def _take(self) -> subprocess.Popen[str]:
+        while self._idle:
+            process = self._idle.pop()
+            if process.poll() is None:
+                return process
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+
+def _ask(process: subprocess.Popen[str], timeout_s: float, kwargs: dict[str, Any]) -> Any:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps([timeout_s, kwargs]) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        if process.wait() == -signal.SIGALRM:
+            raise TimeoutError(f"no verdict within {timeout_s:g} s")
+        raise RuntimeError(f"the checking process died (exit code {process.returncode})")
+    value, error = json.loads(line)
+    if error is not None:
+        raise RuntimeError(error)
+    return value
+
+
+def main(function: str) -> None:
+    """Answer calls on stdin, one JSON line each, until it is closed."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    module, _, name = function.partition(":")
+    called: Any = None
+    for line in sys.stdin:
+        timeout_s, kwargs = json.loads(line)
+        value = error = None
+        try:
+            if called is None:
+                found = importlib.import_module(module)
+                getattr(found, "warm_up", lambda: None)()
+                called = getattr(found, name)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            value = called(**kwargs)
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"[:500]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps([value, error]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
