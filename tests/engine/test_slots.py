@@ -61,7 +61,6 @@ def test_the_session_idle_longest_is_evicted_and_busy_ones_never() -> None:
     table = SlotTable(3)
     for i in range(3):
         fill(table, seq(range(i * 100, i * 100 + 20)), f"s{i}")
-    assert not table.has_room()
     table.done(table.slots[2], keep_for="s2")
     table.done(table.slots[1], keep_for="s1")
     slot, _, _ = table.place(seq(range(900, 920)), "new")
@@ -70,3 +69,17 @@ def test_the_session_idle_longest_is_evicted_and_busy_ones_never() -> None:
     table.release("s1")
     assert fill(table, seq([5, 6]), None) == 1
     assert table.evictions == 1
+
+
+def test_dropping_takes_free_slots_first_then_the_stalest_session() -> None:
+    table = SlotTable(4)
+    for i in range(4):
+        fill(table, seq(range(i * 100, i * 100 + 20)), f"s{i}")
+    for i in (3, 1, 2):
+        table.done(table.slots[i], keep_for=None if i == 2 else f"s{i}")
+    assert [table.drop() for _ in range(2)] == [True, True]
+    assert table.evictions == 1
+    assert table.renumber() == [0, 1]
+    assert [slot.session for slot in table.slots] == ["s0", "s1"]
+    assert [table.drop(), table.drop()] == [True, False]
+    assert (len(table.slots), table.evictions) == (1, 2)

@@ -492,7 +492,8 @@ async def test_any_mixture_of_requests_has_exact_logprobs(
 ) -> None:
     """Shared prefixes, turns, rewritten turns, evictions, cancels, releases and weight updates, all at once."""
     rng = random.Random(seed)
-    engine = make_engine(max_slots=rng.choice([1, 2, 5]), prefill_chunk=rng.choice([7, 16, 64]), max_context=256)
+    sizes = {"max_slots": rng.choice([1, 2, 5]), "prefill_chunk": rng.choice([7, 16, 64]), "max_context": 256}
+    engine = make_engine(**sizes, kv_memory_gb=(None, 1.5e-4)[seed % 2])  # about 290 tokens
     starts = [*prompts(3, seed=seed, low=12, high=50), []]
     changed = copy.deepcopy(tiny.model)
     with torch.no_grad():

@@ -91,3 +91,5 @@ class EngineStats:
     decode_tokens: int = 0
     evictions: int = 0
     """Idle sessions that lost their cache to another request."""
+    preemptions: int = 0
+    """Running requests that lost theirs, for want of memory, and were computed again from the tokens they had."""

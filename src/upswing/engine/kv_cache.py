@@ -6,22 +6,33 @@ D head size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+Int64N: TypeAlias = npt.NDArray[np.int64]
+
 _MIN_POSITIONS = 128
-_MAX_GAP = 1
-"""Unused slots between two used ones that are cheaper to attend over than to split the call at."""
+_GAP_BYTES = 2**18
+"""Keys and values of unused slots between two used ones that are cheaper to attend over than to split the call at."""
 
 
 class KVCache:
-    """Per layer of `model`, keys and values [2, S, Hkv, T, D]; S and T grow when needed, up to the maxima."""
+    """Per layer of `model`, keys and values [2, S, Hkv, T, D]; S and T change when needed, up to the maxima.
 
-    def __init__(self, model: PreTrainedModel, *, max_slots: int, max_positions: int) -> None:
+    S x T is at most `budget`: the tokens that `memory_gb` (1e9 bytes each, all layers; None: no limit) holds.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, max_slots: int, max_positions: int, memory_gb: float | None = None
+    ) -> None:
         config = model.config
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -29,21 +40,37 @@ class KVCache:
         self.max_slots, self.max_positions = max_slots, max_positions
         empty = torch.zeros(2, 0, num_kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
         self.layers = [empty] * config.num_hidden_layers
+        self.token_gb = 2 * num_kv_heads * head_dim * empty.itemsize * len(self.layers) / 1e9
+        self.budget = sys.maxsize if memory_gb is None else int(memory_gb / self.token_gb)
 
-    def reserve(self, slots: int, positions: int) -> None:
-        """Make room for that many slots and positions, growing by at least half so that copies stay rare."""
+    @property
+    def num_slots(self) -> int:
+        return self.layers[0].shape[1]
+
+    def reserve(self, rows: Sequence[int], positions: int) -> None:
+        """Hold the slots `rows` as 0, 1, ..., each with that many positions; those from S on are new.
+
+        `rows` ascends, and len(rows) x positions is within the budget. What must grow grows by half where the budget
+        allows, so that copies stay rare. One layer is replaced at a time, so old and new never stand side by side.
+        """
         _, old_slots, num_heads, old_positions, head_dim = self.layers[0].shape
-        if slots <= old_slots and positions <= old_positions:
+        if len(rows) <= old_slots and positions <= old_positions and rows[-1] < len(rows):
             return
-        if slots > old_slots:
-            slots = min(max(slots, old_slots + old_slots // 2, 4), self.max_slots)
-        if positions > old_positions:
-            positions = min(max(positions, old_positions + old_positions // 2, _MIN_POSITIONS), self.max_positions)
-        shape = (2, max(slots, old_slots), num_heads, max(positions, old_positions), head_dim)
+        slots = _grown(len(rows), old_slots, 4, self.max_slots)
+        longest = _grown(positions, old_positions, _MIN_POSITIONS, self.max_positions)
+        if len(rows) > old_slots:
+            slots = min(slots, self.budget // positions)
+            longest = min(longest, self.budget // slots)
+        else:
+            longest = min(longest, self.budget // len(rows))
+            slots = min(slots, self.budget // longest)
+        kept = min(longest, old_positions)
         for i, old in enumerate(self.layers):
             # Zeros, not empty memory: masked positions get weight 0, and 0 times NaN would still be NaN.
-            self.layers[i] = old.new_zeros(shape)
-            self.layers[i][:, :old_slots, :, :old_positions] = old
+            self.layers[i] = old.new_zeros(2, slots, num_heads, longest, head_dim)
+            for new, row in enumerate(rows):
+                if row < old_slots:
+                    self.layers[i][:, new, :, :kept] = old[:, row, :, :kept]
 
     def copy_prefix(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy positions [start, stop) from one slot to another."""
@@ -51,14 +78,18 @@ class KVCache:
             layer[:, target, :, start:stop] = layer[:, source, :, start:stop]
 
 
-@dataclass(frozen=True)
-class Segment:
+def _grown(needed: int, held: int, least: int, most: int) -> int:
+    """`held` where it is enough, else half as much again, or what is needed."""
+    return held if needed <= held else min(max(needed, held + held // 2, least), most)
+
+
+class Segment(NamedTuple):
     """Consecutive new tokens of one sequence in the packed input."""
 
     slot: int
     start: int
     """Position of the first one: how many tokens the slot holds already."""
-    count: int
+    num_tokens: int
     offset: int
     """Where they begin in the packed input."""
 
@@ -83,16 +114,18 @@ class CachedAttention:
 
     def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
         self._cache = cache
-        self._long = [segment for segment in segments if segment.count > 1]
-        singles = [segment for segment in segments if segment.count == 1]
-        self._single_offset = sum(segment.count for segment in self._long)
         like = cache.layers[0]
-        slots = [segment.slot for segment in segments for _ in range(segment.count)]
-        self._slots = torch.tensor(slots, device=like.device)
-        positions = [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
-        self.positions_N = torch.cat(positions).to(like.device)
-        self._runs = [_make_run(rows, singles, like) for rows in _split_runs([segment.slot for segment in singles])]
-        self._masks = {segment: _continuation_mask(segment, like) for segment in self._long}
+        self._long = [(segment, _continuation_mask(segment, like)) for segment in segments if segment.num_tokens > 1]
+        slots, starts, counts, offsets = (np.array(column) for column in zip(*segments, strict=True))
+        num_tokens = int(counts.sum())
+        positions = np.arange(num_tokens) + np.repeat(starts - offsets, counts)
+        index = torch.from_numpy(np.stack([np.repeat(slots, counts), positions]))
+        self._slots, self.positions_N = index.to(like.device)  # one transfer
+        slots, starts = slots[len(self._long) :], starts[len(self._long) :]
+        self._single_offset = num_tokens - len(slots)
+        slot_bytes = like[:, :1, :, : int(starts.max(initial=0)) + 1].nbytes
+        runs = _split_runs(slots.tolist(), max_gap=max(1, _GAP_BYTES // slot_bytes))
+        self._runs = [_make_run(rows, slots, starts, like) for rows in runs]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
@@ -101,24 +134,29 @@ class CachedAttention:
         keys[self._slots, :, self.positions_N] = k[0].transpose(0, 1)
         values[self._slots, :, self.positions_N] = v[0].transpose(0, 1)
         out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
-        for segment in self._long:
-            self._attend_segment(cached, segment, q, scaling, out)
+        for segment, mask in self._long:
+            self._attend_segment(cached, segment, mask, q, scaling, out)
         if self._runs:
             self._attend_singles(cached, q, scaling, out)
         return out[None]
 
     def _attend_segment(
-        self, cached: torch.Tensor, segment: Segment, q: torch.Tensor, scaling: float, out: torch.Tensor
+        self,
+        cached: torch.Tensor,
+        segment: Segment,
+        mask: torch.Tensor | None,
+        q: torch.Tensor,
+        scaling: float,
+        out: torch.Tensor,
     ) -> None:
-        rows = slice(segment.offset, segment.offset + segment.count)
-        stop = segment.start + segment.count
+        rows = slice(segment.offset, segment.offset + segment.num_tokens)
+        stop = segment.start + segment.num_tokens
         keys, values = cached[:, segment.slot]
         num_kv = keys.shape[0]
         group = q.shape[1] // num_kv
         # Key heads as the batch and the group as heads: shared keys are expanded by stride, not copied.
-        mask = self._masks[segment]
         attended = F.scaled_dot_product_attention(
-            q[0, :, rows].reshape(num_kv, group, segment.count, -1),
+            q[0, :, rows].reshape(num_kv, group, segment.num_tokens, -1),
             keys[:, None, :stop].expand(-1, group, -1, -1),
             values[:, None, :stop].expand(-1, group, -1, -1),
             attn_mask=mask,
@@ -145,38 +183,30 @@ class CachedAttention:
             out[first + run.rows.start : first + run.rows.stop] = attended.flatten(1, 2)
 
 
-def _split_runs(slots: Sequence[int]) -> list[slice]:
-    """Row ranges whose ascending slots lie side by side, small gaps allowed."""
-    starts = [i for i, slot in enumerate(slots) if i == 0 or slot - slots[i - 1] > 1 + _MAX_GAP]
+def _split_runs(slots: Sequence[int], max_gap: int) -> list[slice]:
+    """Row ranges whose ascending slots lie side by side, gaps of `max_gap` slots allowed."""
+    starts = [i for i, slot in enumerate(slots) if i == 0 or slot - slots[i - 1] > 1 + max_gap]
     stops = [*starts[1:], len(slots)]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=False)]
 
 
-def _make_run(rows: slice, singles: Sequence[Segment], like: torch.Tensor) -> _Run:
-    held = singles[rows]
-    first, last = held[0].slot, held[-1].slot
-    count = last - first + 1
-    lengths = torch.ones(count, dtype=torch.long)  # a gap's slot reads position 0, so that no row is all masked
-    inside = torch.tensor([segment.slot - first for segment in held])
-    lengths[inside] = torch.tensor([segment.start + 1 for segment in held])
-    mask = _additive(torch.arange(int(lengths.max())) < lengths[:, None], like)
+def _make_run(rows: slice, slots: Int64N, starts: Int64N, like: torch.Tensor) -> _Run:
+    inside = slots[rows] - slots[rows.start]
+    first, count = int(slots[rows.start]), int(inside[-1]) + 1
+    lengths = np.ones(count, np.int64)  # a gap's slot reads position 0, so that no row is all masked
+    lengths[inside] = starts[rows] + 1
+    unseen = torch.arange(int(lengths.max()), device=like.device) >= torch.from_numpy(lengths).to(like.device)[:, None]
     return _Run(
         rows=rows,
-        slots=slice(first, last + 1),
-        inside=inside.to(like.device) if count > len(held) else None,
-        mask=mask[:, None, None, :],
+        slots=slice(first, first + count),
+        inside=torch.from_numpy(inside).to(like.device) if count > len(inside) else None,
+        mask=like.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))[:, None, None, :],
     )
 
 
 def _continuation_mask(segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
-    """Causal mask [count, start + count] of tokens that continue a cached prefix; None without one."""
+    """Additive causal mask [num_tokens, start + num_tokens] of tokens that continue a cached prefix; None without."""
     if segment.start == 0:
         return None
-    seen = torch.ones(segment.count, segment.start + segment.count, dtype=torch.bool, device=like.device)
-    return _additive(seen.tril(segment.start), like)
-
-
-def _additive(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """0 where seen, else -inf, in the dtype and on the device of `like`."""
-    seen = seen.to(like.device)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+    shape = (segment.num_tokens, segment.start + segment.num_tokens)
+    return like.new_full(shape, float("-inf")).triu_(segment.start + 1)

@@ -39,7 +39,7 @@ class Slot:
 
 
 class SlotTable:
-    """All slots. New ones are made while there are fewer than `max_slots`, low numbers first."""
+    """All slots. New ones are made while there are fewer than `max_slots`, which may change, low numbers first."""
 
     def __init__(self, max_slots: int) -> None:
         self.max_slots = max_slots
@@ -47,32 +47,29 @@ class SlotTable:
         self.evictions = 0
         self._clock = 0
 
-    def has_room(self) -> bool:
-        """Whether `place` would find a slot now."""
-        return len(self.slots) < self.max_slots or any(not slot.busy for slot in self.slots)
-
     def longest_match(self, sequence: Int32T) -> int:
         """How many tokens of `sequence` are cached somewhere, the last one not counted."""
-        return _longest(self.slots, sequence[:-1])[1]
+        return _longest(self.slots, sequence[:-1], 1)[1]
 
     def place(self, sequence: Int32T, session: str | None) -> tuple[Slot, Slot | None, int]:
-        """Take a slot for `sequence` and mark it busy. Only when there `has_room`.
+        """Take a slot for `sequence` and mark it busy. Only when fewer than `max_slots` are busy.
 
         Returns it, holding what it has of the sequence already; a slot to copy more from, if any; and how many tokens
         both have together. At least the last token is left to compute: its logits are what the first sampled token
         needs.
         """
-        source, shared = _longest(self.slots, sequence[:-1])
-        slot, kept = _longest(self._idle(session), sequence[:-1]) if session is not None else (None, 0)
+        known = sequence[:-1]
+        own = [] if session is None else self._idle(session)
+        slot = max(own, key=lambda slot: common_prefix(slot.tokens, known), default=None)
+        kept = common_prefix(slot.tokens, known) if slot else 0
+        source, shared = _longest(self.slots, known, kept + MIN_SHARED)
         if slot is None and source is not None and not source.busy and source.session is None:
             slot = source
         slot = slot or self._free_slot()
         if slot is source:
-            kept = shared
-        if slot is source or shared < kept + MIN_SHARED:
-            source, shared = None, kept
+            source, kept = None, shared
         slot.busy, slot.session, slot.tokens = True, session, sequence[:kept]
-        return slot, source, shared
+        return slot, source, shared if source else kept
 
     def done(self, slot: Slot, *, keep_for: str | None) -> None:
         """The slot's request ended. `keep_for` a session: kept until released or evicted; None: free."""
@@ -83,6 +80,20 @@ class SlotTable:
         """Free what is kept for a session."""
         for slot in self._idle(session):
             slot.session = None
+
+    def drop(self) -> bool:
+        """Give up a slot: a free one, else the one whose session waited longest; False when all are busy."""
+        idle = [slot for slot in self.slots if not slot.busy]
+        if idle:
+            self.slots.remove(self._stalest(idle))
+        return bool(idle)
+
+    def renumber(self) -> list[int]:
+        """Number the slots from 0 on; returns the numbers that they had."""
+        rows = [slot.index for slot in self.slots]
+        for index, slot in enumerate(self.slots):
+            slot.index = index
+        return rows
 
     def clear(self) -> None:
         """Forget every cached token and every session. No slot may be in use afterwards."""
@@ -99,12 +110,20 @@ class SlotTable:
         if len(self.slots) < self.max_slots:
             self.slots.append(Slot(len(self.slots)))
             return self.slots[-1]
-        self.evictions += 1
-        return min((slot for slot in self.slots if not slot.busy), key=lambda slot: slot.last_used)
+        return self._stalest([slot for slot in self.slots if not slot.busy])
+
+    def _stalest(self, idle: list[Slot]) -> Slot:
+        slot = min(idle, key=lambda slot: (slot.session is not None, slot.last_used))
+        self.evictions += slot.session is not None
+        return slot
 
 
-def _longest(slots: Iterable[Slot], sequence: Int32T) -> tuple[Slot | None, int]:
-    """The slot that shares most of the sequence, the lowest of equals; one with nothing shared counts too."""
-    shared = [(common_prefix(slot.tokens, sequence), -slot.index, slot) for slot in slots]
+def _longest(slots: Iterable[Slot], sequence: Int32T, least: int) -> tuple[Slot | None, int]:
+    """The slot that shares most of the sequence, the lowest of equals, and how much; (None, 0) below `least` >= 1."""
+    if len(sequence) < least:
+        return None, 0
+    at, token = least - 1, sequence[least - 1]  # most slots are told apart by this one token
+    able = [slot for slot in slots if len(slot.tokens) > at and slot.tokens[at] == token]
+    shared = [(common_prefix(slot.tokens, sequence), -slot.index, slot) for slot in able]
     length, _, best = max(shared, default=(0, 0, None))
-    return best, length
+    return (best, length) if length >= least else (None, 0)

@@ -5,6 +5,9 @@ those that begin. Requests wait in order; a finished one's slot is refilled at t
 the longest cached prefix there is: its own session's earlier turns, or any other sequence's (a group's prompt is
 computed once and copied). Requests that share a prefix still being computed wait for it.
 
+When the cache's memory is full, idle sessions lose theirs first; then the request that began last goes back to the
+front of the waiting ones, with all that it has sampled, and is computed again later.
+
 Steps run in one worker thread; everything they touch is touched by nobody else while one runs.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +41,9 @@ from upswing.trajectory.types import Int32T
 _STEPS_PER_HOP = 8
 """Steps that the worker thread does before the event loop hears from it, unless a completion ends earlier."""
 
+_HEADROOM = 32
+"""Tokens that every running request must have room for before another one begins, so that it isn't soon put back."""
+
 _R = TypeVar("_R")
 
 
@@ -46,6 +53,8 @@ class _Request:
 
     sequence: Int32T
     num_prompt: int
+    length: int
+    """Tokens of `sequence` that there are: the prompt and those sampled."""
     sampling: Sampling
     session: str | None
     stop: StopChecker
@@ -60,8 +69,9 @@ class _Request:
     finish_reason: FinishReason = FinishReason.CANCELLED
 
     @property
-    def length(self) -> int:
-        return self.num_prompt + len(self.tokens)
+    def positions(self) -> int:
+        """Tokens that its slot should have room for when another one begins."""
+        return min(self.length + _HEADROOM, len(self.sequence))
 
     @property
     def num_pending(self) -> int:
@@ -71,6 +81,7 @@ class _Request:
     def add(self, token: int, logprob: float, entropy: float, version: int) -> bool:
         """Take a sampled token; True when the completion has ended."""
         self.sequence[self.length] = token
+        self.length += 1
         self.tokens.append(token)
         self.engine_logprobs.append(logprob)
         self.entropy.append(entropy)
@@ -98,7 +109,8 @@ class TorchEngine:
 
     The model is used as it is and changed by `update_weights`; `from_model` makes a copy first. `tokenizer` is needed
     for stop strings only. `max_slots` completions run at once, the rest wait. `max_context` (prompt plus completion)
-    defaults to the model's; cache memory grows with what is used, not with what is allowed.
+    defaults to the model's; cache memory grows with what is used, not with what is allowed, up to `kv_memory_gb`
+    (1e9 bytes each; None: no limit).
     """
 
     capabilities = Capabilities()
@@ -111,6 +123,7 @@ class TorchEngine:
         max_slots: int = 64,
         max_context: int | None = None,
         prefill_chunk: int = 1024,
+        kv_memory_gb: float | None = None,
     ) -> None:
         limit = int(model.config.max_position_embeddings)
         if max_context is not None and not 2 <= max_context <= limit:
@@ -125,9 +138,13 @@ class TorchEngine:
         self.prefill_chunk = prefill_chunk
         self.version = 0
         self.stats = EngineStats()
+        self.max_slots = max_slots
+        self.kv_memory_gb = kv_memory_gb
         self._slots = SlotTable(max_slots)
         self._cache = self._empty_cache()
-        self._waiting: list[_Request] = []
+        if self._cache.budget < 2:
+            raise ConfigError(f"kv_memory_gb is {kv_memory_gb:g}; a token takes {self._cache.token_gb:.2g}, 2 must fit")
+        self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests: set[_Request] = set()
@@ -156,6 +173,18 @@ class TorchEngine:
         held.to(device=chosen, dtype=dtype or compute_dtype(chosen))
         speed_up_linears(held)
         return cls(held, tokenizer=tokenizer, **options)
+
+    @property
+    def max_request(self) -> int:
+        """Tokens, prompt and completion together, that one request may have."""
+        return min(self.max_context, self._cache.budget)
+
+    def request_limit(self, total: int) -> str:
+        """What a request of `total` tokens, more than `max_request`, is above; for messages."""
+        if total > self.max_context:
+            return f"the engine's context of {self.max_context}"
+        enough = math.ceil(total * self._cache.token_gb * 1e6) / 1e6
+        return f"the {self._cache.budget} that kv_memory_gb {self.kv_memory_gb:g} holds; raise it to {enough:g}"
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Sample one completion of `prompt`; see `Engine.generate`.
@@ -236,10 +265,10 @@ class TorchEngine:
         if num_prompt == 0:
             raise ValueError("the prompt has no tokens; at least 1 is needed")
         total = num_prompt + sampling.max_tokens
-        if total > self.max_context:
+        if total > self.max_request:
             raise ValueError(
                 f"prompt of {num_prompt} tokens plus max_tokens {sampling.max_tokens} is {total}, "
-                f"above the engine's context of {self.max_context}"
+                f"above {self.request_limit(total)}"
             )
         vocab = int(self.model.config.vocab_size)
         if min(prompt) < 0 or max(prompt) >= vocab:
@@ -249,6 +278,7 @@ class TorchEngine:
         return _Request(
             sequence=sequence,
             num_prompt=num_prompt,
+            length=num_prompt,
             sampling=sampling,
             session=session,
             stop=StopChecker(sampling, self.tokenizer),
@@ -315,14 +345,16 @@ class TorchEngine:
         self._slots.done(request.slot, keep_for=request.session if keep else None)
 
     def _empty_cache(self) -> KVCache:
-        return KVCache(self.model, max_slots=self._slots.max_slots, max_positions=self.max_context)
+        return KVCache(
+            self.model, max_slots=self.max_slots, max_positions=self.max_context, memory_gb=self.kv_memory_gb
+        )
 
     def _forget_cache(self) -> None:
         """Drop every key and value; running requests start over from their tokens so far, before the waiting ones.
 
         The memory goes too: NaNs of bad weights left in it would get through the mask (NaN - inf is NaN).
         """
-        self._waiting = self._active + self._waiting
+        self._waiting.extendleft(reversed(self._active))
         self._active = []
         for request in self._waiting:
             request.slot = Slot(-1)
@@ -333,58 +365,88 @@ class TorchEngine:
         """Forget all requests and the cache, after a failure or at the end."""
         self._inbox.clear()
         self._forget_cache()
-        self._waiting = []
+        self._waiting.clear()
 
     def _admit(self) -> None:
         """Give slots to waiting requests, first come first, except those whose prefix is just being computed."""
-        still_waiting: list[_Request] = []
-        for request in self._waiting:
-            if not self._slots.has_room() or not self._try_place(request):
-                still_waiting.append(request)
-        self._waiting = still_waiting
+        held_back: list[_Request] = []
+        positions = max((r.positions for r in self._active), default=0) if self._waiting else 0
+        while self._waiting and len(self._active) < self.max_slots:
+            positions = max(positions, self._waiting[0].positions)
+            if (len(self._active) + 1) * positions > self._cache.budget:
+                break
+            request = self._waiting.popleft()
+            if self._prefix_is_coming(request):
+                held_back.append(request)
+            else:
+                self._place(request, positions)
+        self._waiting.extendleft(reversed(held_back))
 
-    def _try_place(self, request: _Request) -> bool:
+    def _prefix_is_coming(self, request: _Request) -> bool:
+        """Whether a running request has more of it than the cache does, but hasn't computed it yet."""
         sequence = request.sequence[: request.length]
-        # What running requests have of it but have not computed yet.
         prefilling = (r for r in self._active if r.num_pending > 1)
         coming = max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
-        if coming and coming >= self._slots.longest_match(sequence) + MIN_SHARED:
-            return False
+        return coming > 0 and coming >= self._slots.longest_match(sequence) + MIN_SHARED
+
+    def _place(self, request: _Request, positions: int) -> None:
+        """Give it a slot; all slots need `positions`."""
+        sequence = request.sequence[: request.length]
+        positions = max([positions, *(slot.length for slot in self._slots.slots)])
+        self._slots.max_slots = min(self.max_slots, self._cache.budget // positions)
         request.slot, source, shared = self._slots.place(sequence, request.session)
-        self._cache.reserve(len(self._slots.slots), request.length)
+        if request.slot.index >= self._cache.num_slots:
+            self._cache.reserve(self._slots.renumber(), positions)
         if source is not None:
             self._cache.copy_prefix(source.index, request.slot.index, request.slot.length, shared)
             request.slot.tokens = sequence[:shared]
         self.stats.cached_tokens += shared
-        self.stats.evictions = self._slots.evictions
         self._active.append(request)
-        return True
+
+    def _make_room(self) -> None:
+        """Let idle slots go, then the requests that began last, until the others' next tokens fit the budget."""
+        while len(self._slots.slots) * (positions := max(r.length for r in self._active)) > self._cache.budget:
+            if not self._slots.drop():
+                youngest = self._active[-1]
+                self._leave(youngest, keep=False)
+                youngest.slot = Slot(-1)
+                self._waiting.appendleft(youngest)
+                self.stats.preemptions += 1
+        self._cache.reserve(self._slots.renumber(), positions)
+        self.stats.evictions = self._slots.evictions
 
     def _step(self) -> list[_Request]:
         """One packed forward and one sampled token for each request whose sequence is complete."""
+        self._make_room()
         batch = self._plan()
         segments, ids, ends = _pack(batch)
-        self._cache.reserve(len(self._slots.slots), max(segment.start + segment.count for segment in segments))
         logits = self._forward(segments, ids, ends)
-        num_decode = sum(count == 1 and request.slot.length >= request.num_prompt for request, count in batch)
+        ready: list[_Request] = []
+        num_decode = 0
+        for (request, count), segment in zip(batch, segments, strict=True):
+            stop = segment.start + count
+            request.slot.tokens = request.sequence[:stop]
+            num_decode += count == 1 and segment.start >= request.num_prompt
+            if stop == request.length:
+                ready.append(request)
         self.stats.decode_tokens += num_decode
         self.stats.prefill_tokens += len(ids) - num_decode
-        for request, count in batch:
-            request.slot.tokens = request.sequence[: request.slot.length + count]
-        ready = [request for request, _ in batch if request.num_pending == 0]
         return self._sample(ready, logits) if ready else []
 
     def _plan(self) -> list[tuple[_Request, int]]:
         """Who runs, with how many tokens: long ones first, then single tokens ascending by slot."""
-        singles = [(request, 1) for request in self._active if request.num_pending == 1]
+        singles: list[tuple[_Request, int]] = []
         long: list[tuple[_Request, int]] = []
         budget = self.prefill_chunk
         for request in self._active:
-            if request.num_pending > 1 and budget > 0:
-                count = min(request.num_pending, budget)
-                (long if count > 1 else singles).append((request, count))
+            count = request.num_pending
+            if count > 1:
+                count = min(count, budget)
                 budget -= count
-        return long + sorted(singles, key=lambda pair: pair[0].slot.index)
+            if count:
+                (long if count > 1 else singles).append((request, count))
+        singles.sort(key=lambda pair: pair[0].slot.index)
+        return long + singles
 
     def _forward(self, segments: Sequence[Segment], ids: Int32T, ends: Sequence[int]) -> torch.Tensor:
         """Logits [len(ends), V] at the packed indices `ends`; of the last token when there are none."""
@@ -421,6 +483,6 @@ def _pack(batch: Iterable[tuple[_Request, int]]) -> tuple[list[Segment], Int32T,
         segments.append(Segment(request.slot.index, start, count, offset))
         pieces.append(request.sequence[start : start + count])
         offset += count
-        if count == request.num_pending:
+        if start + count == request.length:
             ends.append(offset - 1)
     return segments, np.concatenate(pieces), ends

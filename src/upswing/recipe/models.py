@@ -42,10 +42,23 @@ class VerifierSection(Section):
     """One verifier of the rubric. A plain string is its name."""
 
     name: Text = Field(
-        description="strict_match, exact_match, f1, format, an import path my_pkg:check, or path/v.py:check."
+        description="strict_match, numeric, math, state, ... (docs/verifiers.md), an import path my_pkg:check, or a file "
+        "path/v.py:check."
     )
     weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
+    gate: Bool = Field(default=False, description="Its score, 0 to 1, multiplies the reward instead.")
+    weight_from: Float | None = Field(default=None, description="The weight at an RL stage's first step, if another.")
+    weight_steps: Count | None = Field(default=None, description="After how many RL steps `weight` is reached.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
+
+    @model_validator(mode="after")
+    def _weights_go_together(self) -> Self:
+        if self.gate and {"weight", "weight_from", "weight_steps"} & self.model_fields_set:
+            refuse("gate", True, "a gate multiplies the reward and has no weight; leave the weight keys out")
+        if (self.weight_from is None) != (self.weight_steps is None):
+            missing = "weight_steps" if self.weight_steps is None else "weight_from"
+            refuse(missing, None, "weight_from and weight_steps go together")
+        return self
 
 
 class DatasetSection(Section):
@@ -71,7 +84,7 @@ class EngineSection(Section):
 
     kind: Literal["torch"] = Field(default="torch", description="The embedded engine.")
     max_slots: Count = Field(
-        default=32, description="Trajectories decoded together; each holds a cache of max_context."
+        default=32, description="Trajectories decoded together; each holds a cache, of max_context at most."
     )
     max_context: Annotated[int, Field(strict=True, ge=16)] = Field(
         default=2048, description="Tokens a trajectory may have."
@@ -80,6 +93,11 @@ class EngineSection(Section):
         default="auto", description="Precision; auto: bfloat16 where the processor has it, else float32."
     )
     prefill_chunk: Count = Field(default=512, description="Prompt tokens run through the model at once.")
+    kv_memory_gb: Positive | None = Field(
+        default=None,
+        description="Memory for cached keys and values, in GB (1e9 bytes); when it is full, the cache of idle "
+        "trajectories goes first, then the youngest turn waits and is computed again; null: no limit.",
+    )
 
 
 class LearnerSection(Section):

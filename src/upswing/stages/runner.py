@@ -139,9 +139,12 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         max_slots=recipe.engine.max_slots,
         max_context=recipe.engine.max_context,
         prefill_chunk=recipe.engine.prefill_chunk,
+        kv_memory_gb=recipe.engine.kv_memory_gb,
         dtype=explicit_dtype(recipe.engine.dtype),
     )
     limits = recipe.limits
+    if (tokens := limits.context_tokens) > engine.max_request:
+        raise ConfigError(f"limits.context_tokens: got {tokens}, above {engine.request_limit(tokens)}")
     rollouts = Rollouts(
         make_env=world.make_env,
         rubric=world.rubric,
@@ -165,7 +168,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         metrics=MetricsLog(out),
         state=RunState.open(out),
         recovered=world.make_env().recovered,
-        weights={name: weight for name, _, weight in world.rubric.items if weight},
+        rubric=world.rubric,
         compute_dtype=explicit_dtype(recipe.learner.dtype)
         or (torch.bfloat16 if native_bf16(loaded.model.device.type) else torch.float32),
     )
