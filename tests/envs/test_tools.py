@@ -1,6 +1,7 @@
 """A function's hints and docstring are its schema, and bad calls get words instead of exceptions."""
 
 import asyncio
+import dataclasses
 import enum
 import functools
 import threading
@@ -10,7 +11,7 @@ from typing import Any, Literal, Optional
 import pytest
 from pydantic import BaseModel
 
-from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
+from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed, tool
 from upswing.errors import ConfigError, EnvironmentBroken
 
 
@@ -312,3 +313,181 @@ async def test_a_slow_plain_tool_times_out_without_blocking_others():
         await Tool.from_function(slow, timeout_s=0.2).call({})
     ticking.cancel()
     assert time.perf_counter() - started < 0.5 and ticks > 5
+
+
+@dataclasses.dataclass
+class Box:
+    width: float
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+async def test_dataclasses_are_schemas_and_arrive_as_such():
+    def pack(box: Box, more: tuple[int, str] = (1, "a")) -> str:
+        """Pack."""
+        return f"{box.width} {box.labels} {more}"
+
+    packer = Tool.from_function(pack)
+    schema = packer.schema["function"]["parameters"]["properties"]["box"]
+    assert (schema["required"], schema["properties"]["width"]) == (["width"], {"type": "number"})
+    assert await packer.call({"box": {"width": "2", "labels": {"a": 1}}}) == "2.0 {'a': 1} (1, 'a')"
+    with pytest.raises(ToolArgumentError, match="width"):
+        await packer.call({"box": {"labels": {}}})
+
+
+GOOGLE = """Look it up.
+
+    Everywhere.
+
+    Args:
+        query (str): What to look for,
+            as in: words.
+        k: How many.
+
+    Returns:
+        k: not a parameter.
+    """
+NUMPY = """Look it up.
+
+    Everywhere.
+
+    Parameters
+    ----------
+    query : str
+        What to look for,
+        as in: words.
+    k : int, optional
+        How many.
+
+    Returns
+    -------
+    k : list
+        Not a parameter.
+    """
+SPHINX = """Look it up.
+
+    Everywhere.
+
+    :param str query: What to look for,
+        as in: words.
+    :param k: How many.
+    :type k: int
+    :returns: Not a parameter.
+    """
+
+
+@pytest.mark.parametrize("text", [GOOGLE, NUMPY, SPHINX])
+def test_docstrings_of_three_styles_say_the_same(text):
+    def look(query: str, k: int = 1) -> str:
+        return query
+
+    look.__doc__ = text
+    function = Tool.from_function(look).schema["function"]
+    docs = {name: schema["description"] for name, schema in function["parameters"]["properties"].items()}
+    assert function["description"] == "Look it up. Everywhere."
+    assert docs == {"query": "What to look for, as in: words.", "k": "How many."}
+
+
+def flaky(failures: int, error: type[BaseException] = OSError, **options):
+    """A tool that raises at its first calls -> (tool, its calls)."""
+    calls = []
+
+    @tool(**options)
+    def ask(query: str = "") -> str:
+        """Ask."""
+        calls.append(query)
+        if len(calls) <= failures:
+            raise error("down")
+        return f"answer {len(calls)}"
+
+    return Tool.from_function(ask), calls
+
+
+async def test_retries_are_for_exceptions_and_told():
+    told = []
+    works, calls = flaky(1, retries=2)
+    assert await works.call({}, lambda: told.append(1)) == "answer 2" and len(calls) == 2 and len(told) == 1
+    fails, calls = flaky(9, retries=1)
+    with pytest.raises(ToolFailed, match="OSError: down"):
+        await fails.call({})
+    assert len(calls) == 2
+    for error, raised in ((EnvironmentBroken, EnvironmentBroken), (SystemExit, ToolFailed)):
+        never, calls = flaky(9, error, retries=3)
+        with pytest.raises(raised):
+            await never.call({})
+        assert len(calls) == 1
+    with pytest.raises(ToolArgumentError):
+        await works.call({"wrong": 1})
+
+
+async def test_retries_end_with_the_calls_time_and_a_timeout_is_not_retried():
+    started = time.perf_counter()
+    late, calls = flaky(99, retries=50, timeout_s=0.5)
+    with pytest.raises(ToolFailed, match="OSError"):
+        await late.call({})
+    assert 1 < len(calls) < 5 and time.perf_counter() - started < 2
+
+    hung = []
+
+    @tool(retries=3, timeout_s=0.05)
+    async def hang() -> str:
+        """Hang."""
+        hung.append(1)
+        await asyncio.Event().wait()
+        return ""
+
+    with pytest.raises(ToolFailed, match=r"longer than 0\.05 s"):
+        await Tool.from_function(hang, timeout_s=30).call({})
+    assert len(hung) == 1
+
+
+async def test_the_limit_holds_over_all_tools_made_of_a_function():
+    running = most = 0
+
+    @tool(max_concurrent=2, timeout_s=5)
+    async def work(n: int) -> int:
+        """Work."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return n
+
+    results = await asyncio.gather(*(Tool.from_function(work).call({"n": n}) for n in range(9)))
+    assert results == [str(n) for n in range(9)] and most == 2
+
+
+async def test_only_successes_are_cached_by_arguments():
+    ask, calls = flaky(1, cache=True)
+    with pytest.raises(ToolFailed):
+        await ask.call({"query": "a"})
+    assert [await ask.call({"query": q}) for q in "aaba"] == ["answer 2", "answer 2", "answer 3", "answer 2"]
+    assert calls == ["a", "a", "b"]
+
+
+class Holder:
+    @tool(cache=True)
+    def ask(self) -> str:
+        """Ask."""
+        return ""
+
+    @tool(timeout_s=3)
+    def tell(self, what: str) -> str:
+        """Tell."""
+        return what
+
+
+async def test_methods_take_options_but_no_cache():
+    telling = Tool.from_function(Holder().tell)
+    assert telling.timeout_s == 3 and await telling.call({"what": "x"}) == "x" and Holder().tell("y") == "y"
+    with pytest.raises(ConfigError, match="'ask': cache is for plain functions"):
+        Tool.from_function(Holder().ask)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"retries": -1}, {"retries": 1.5}, {"max_concurrent": 0}, {"cache": 1}, {"timeout_s": 0}, {"retries": True}],
+)
+def test_options_that_can_not_work(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        flaky(0, **options)

@@ -9,6 +9,7 @@ from typing import Any
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.dataset import check_disjoint, tasks_from_jsonl
 from upswing.envs.tool_env import ToolEnv
+from upswing.envs.tools import tool
 from upswing.errors import ConfigError
 from upswing.verify.functions import check_arguments
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_disjoint",
     "environment_factory",
     "tasks_from_jsonl",
+    "tool",
 ]
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.dataset import load_tasks
-from upswing.envs.parsing import CallParser, HermesParser, ParsedTurn, TagsParser, neutralize
+from upswing.envs.parsers import HermesParser, LlamaJsonParser, PythonParser, QwenXmlParser, TagsParser
+from upswing.envs.parsing import CallParser, ParsedTurn, neutralize
 from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
 
-PROTOCOLS = ("hermes", "tags")
+PROTOCOLS = ("hermes", "tags", "llama3_json", "qwen_coder_xml", "python")
+_NOT_IN_TEMPLATES = ("tags", "python")
+"""Formats that chat templates don't explain: the system message does."""
 INVALID_PREFIX = "Invalid call: "
 """What an agent's own mistake is answered with; a tool's failure starts with `Error: `."""
 
@@ -23,8 +26,10 @@ INVALID_PREFIX = "Invalid call: "
 class ToolEnv(Environment):
     """Plays tasks with tools. Give the parts to the constructor, or subclass and set them as class attributes.
 
-    `hermes`: calls as JSON in `<tool_call>` tags, tools described by the chat template; a turn without calls is the
-    final answer. `tags`: `<tool>text</tool>` calls and an `<answer>`; the system message explains them.
+    `protocol` is how calls are written (see `parsers`). `hermes`: JSON in `<tool_call>` tags; `llama3_json`: bare JSON;
+    `qwen_coder_xml`: `<function=…>` in `<tool_call>`; for these three the chat template describes the tools. `python`:
+    `f(a=1)`. In all of them a turn without calls is the final answer. `tags`: `<tool>text</tool>` calls and an
+    `<answer>`. `python` and `tags` are explained by the system message.
     A turn cut by its token limit ends the trajectory (MAX_TOKENS); so do `max_turns` turns without an answer
     (MAX_TURNS) and `max_invalid_calls` invalid calls in a row (INVALID_CALLS). A call that is valid resets that count,
     also when its tool then fails: a failing tool is not the agent's fault.
@@ -41,7 +46,7 @@ class ToolEnv(Environment):
     max_invalid_calls: int = 3
     tool_timeout_s: float = 30.0
     tools_in_system: bool = False
-    """hermes only: describe the tools in the system message, for chat templates that have no place for them."""
+    """Describe the tools in the system message also where the chat template could: not all have a place for them."""
     max_result_chars: int = 20_000
     """A longer result is cut, and says so."""
     source: Any = None
@@ -72,7 +77,7 @@ class ToolEnv(Environment):
             self._tools[tool.name] = tool
         self.parser = self._make_parser()
         self._turns = self._invalid_in_row = 0
-        self._counts = {"tool_calls": 0, "invalid_calls": 0, "tool_errors": 0}
+        self._counts = {"tool_calls": 0, "invalid_calls": 0, "tool_errors": 0, "tool_retries": 0}
 
     def is_done(self) -> bool:
         """Override to end the episode (ENV_DONE) after a turn's calls, whatever the agent says."""
@@ -85,14 +90,14 @@ class ToolEnv(Environment):
         return iter(load_tasks(self.source, env=self.name, split=split))
 
     def state(self) -> Mapping[str, Any]:
-        """Counts of calls: `tool_calls`, `invalid_calls` (the agent's fault), `tool_errors` (the tool's)."""
+        """Counts: `tool_calls`, `invalid_calls` (the agent's fault), `tool_errors` (the tool's), `tool_retries`."""
         return dict(self._counts)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """Start a task: the conversation so far, and the tools' schemas where the chat template shows them."""
         self._turns = self._invalid_in_row = 0
         self._counts = dict.fromkeys(self._counts, 0)
-        in_template = self.protocol == "hermes" and not self.tools_in_system
+        in_template = self.protocol not in _NOT_IN_TEMPLATES and not self.tools_in_system
         schemas = tuple(tool.schema for tool in self._tools.values()) if in_template else ()
         return Observation(messages=self._opening(task), tools=schemas)
 
@@ -108,7 +113,9 @@ class ToolEnv(Environment):
         reason = self._end_reason()
         if reason is not None:
             return Observation(done=True, stop_reason=reason, tool_records=records)
-        answers = tuple(Message(role="tool", content=r.result, name=r.call.name or None) for r in records)
+        # A name that the agent made up is not repeated: it could be markup.
+        names = [r.call.name if r.call.name in self._tools else None for r in records]
+        answers = tuple(Message(role="tool", content=r.result, name=n) for r, n in zip(records, names, strict=True))
         return Observation(messages=answers, tool_records=records)
 
     async def _play(self, parsed: ParsedTurn, turn: int) -> tuple[ToolRecord, ...]:
@@ -139,7 +146,7 @@ class ToolEnv(Environment):
             result, ok = f"{INVALID_PREFIX}{problem}", False
         else:
             try:
-                result, ok = await self._tools[call.name].call(call.arguments), True
+                result, ok = await self._tools[call.name].call(call.arguments, self._count_retry), True
             except ToolFailed as error:
                 result, ok = str(error), False
                 self._counts["tool_errors"] += 1
@@ -161,6 +168,9 @@ class ToolEnv(Environment):
     def _count_invalid(self) -> None:
         self._invalid_in_row += 1
         self._counts["invalid_calls"] += 1
+
+    def _count_retry(self) -> None:
+        self._counts["tool_retries"] += 1
 
     def _end_reason(self) -> StopReason | None:
         if self.is_done():
@@ -189,11 +199,11 @@ class ToolEnv(Environment):
         if self.protocol == "tags":
             lines = [f"<{t.name}>{self._tag_parameter(t)}</{t.name}>: {t.description}" for t in self._tools.values()]
             return "\n".join([*lines, "<answer>the answer</answer>: your final answer. It ends the task."])
-        if not self.tools_in_system:
+        if not self.tools_in_system and self.protocol not in _NOT_IN_TEMPLATES:
             return ""
         lines = [f"{tool.usage}: {tool.description}" for tool in self._tools.values()]
-        how = 'Call a tool with <tool_call>{"name": "…", "arguments": {…}}</tool_call>. A turn without a call is your '
-        return "\n".join(["Tools:", *lines, how + "final answer."])
+        how = f"Call a tool with {self.parser.usage}. A turn without a call is your final answer."
+        return "\n".join(["Tools:", *lines, how])
 
     def _check_options(self) -> None:
         label = type(self).__name__
@@ -214,12 +224,19 @@ class ToolEnv(Environment):
             raise ConfigError(f"{label}: tools must be a list of functions, got {type(self.tools).__name__}")
 
     def _make_parser(self) -> CallParser:
+        tools = self._tools
         if self.protocol == "hermes":
             return HermesParser()
+        if self.protocol == "llama3_json":
+            return LlamaJsonParser()
+        if self.protocol == "qwen_coder_xml":
+            return QwenXmlParser({name: {p.name for p in t.parameters if p.is_text} for name, t in tools.items()})
+        if self.protocol == "python":
+            return PythonParser({name: [p.name for p in tool.parameters] for name, tool in tools.items()})
         for reserved in ("answer", "think"):
-            if reserved in self._tools:
+            if reserved in tools:
                 raise ConfigError(f"{type(self).__name__}: a tool can't be called '{reserved}' in protocol tags")
-        return TagsParser({name: self._tag_parameter(tool) for name, tool in self._tools.items()})
+        return TagsParser({name: self._tag_parameter(tool) for name, tool in tools.items()})
 
     def _tag_parameter(self, tool: Tool) -> str:
         """The parameter that a tag's text goes to: the first that takes a string."""

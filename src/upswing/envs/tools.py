@@ -3,19 +3,24 @@
 Arguments are checked against the type hints. What converts without loss is converted (`"3"` for an int, 3 for a
 float); a boolean is never a number; unknown arguments are refused. What is wrong with a call raises ToolArgumentError,
 worded for the agent (the agent's fault); what goes wrong inside a tool raises ToolFailed (the tool's).
+`@tool(...)` gives a function a timeout of its own, retries, a limit of calls at a time or a cache.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import json
 import math
 import re
+import time
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -25,6 +30,12 @@ from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 DEFAULT_TIMEOUT_S = 30.0
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _MAX_ERROR_CHARS = 500
+_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+"""The pause before the first retry, doubled for each further one, and its longest."""
+_CACHED_RESULTS = 10_000
+"""Results kept of one tool; the oldest goes first."""
+_OPTIONS = "_upswing_tool_options"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ToolArgumentError(Exception):
@@ -47,6 +58,68 @@ class Parameter:
     """True when it takes a string."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ToolOptions:
+    """What `@tool` says, with what all tools made of the function share in this process (a tool is made anew for every
+    trajectory)."""
+
+    timeout_s: float | None = None
+    retries: int = 0
+    max_concurrent: int | None = None
+    cache: bool = False
+    results: dict[str, str] = field(default_factory=dict)
+    """Successful results by arguments, while `cache` is on."""
+    semaphores: MutableMapping[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def check(self, tool: str, function: Any) -> None:
+        """Raises ConfigError for an option that can't work."""
+        s = self.timeout_s
+        if s is not None and (isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < math.inf):
+            raise ConfigError(f"tool '{tool}': timeout_s must be a positive number of seconds, got {s!r}")
+        for name, value, least in (("retries", self.retries, 0), ("max_concurrent", self.max_concurrent, 1)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"tool '{tool}': {name} must be a whole number of at least {least}, got {value!r}")
+        if not isinstance(self.cache, bool):
+            raise ConfigError(f"tool '{tool}': cache must be True or False, got {self.cache!r}")
+        if self.cache and not inspect.isfunction(function):
+            raise ConfigError(
+                f"tool '{tool}': cache is for plain functions; this one may hold state that its key misses"
+            )
+
+    def slot(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """One of `max_concurrent` places, waited for without end: the turn's own time limit covers the wait."""
+        if self.max_concurrent is None:
+            return contextlib.nullcontext()
+        return self.semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent))
+
+    def keep(self, key: str, result: str) -> None:
+        if self.cache:
+            self.results[key] = result
+            if len(self.results) > _CACHED_RESULTS:
+                del self.results[next(iter(self.results))]
+
+
+def tool(
+    *, timeout_s: float | None = None, retries: int = 0, max_concurrent: int | None = None, cache: bool = False
+) -> Callable[[F], F]:
+    """Options of a function (or method) that is used as a tool; the function itself stays as it is.
+
+    timeout_s: seconds a call may take, retries and their pauses included, waiting for a place not; None: the
+    environment's. retries: how often it is tried again when it raises (not after a timeout). max_concurrent: calls at a
+    time in this process. cache: the same arguments get the same result for as long as the process lives; errors aren't
+    kept. Wrong values raise ConfigError when a tool is made of it.
+    """
+
+    def mark(f: F) -> F:
+        options = ToolOptions(timeout_s=timeout_s, retries=retries, max_concurrent=max_concurrent, cache=cache)
+        setattr(f, _OPTIONS, options)
+        return f
+
+    return mark
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tool:
     """A function that the agent may call. Make one with `Tool.from_function`."""
@@ -57,13 +130,15 @@ class Tool:
     function: Callable[..., Any]
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds a call may take."""
+    options: ToolOptions = field(default_factory=ToolOptions)
 
     @classmethod
     def from_function(
         cls, f: Callable[..., Any] | Tool, *, timeout_s: float | None = None, name: str | None = None
     ) -> Tool:
-        """A tool from a plain or async function with type hints and a (Google-style) docstring.
+        """A tool from a plain or async function with type hints and a docstring (Google, NumPy or Sphinx style).
 
+        timeout_s: unless the function's `@tool` says otherwise.
         Raises ConfigError when the name, a hint, the docstring or the signature can't make a schema.
         """
         if isinstance(f, Tool):
@@ -74,14 +149,22 @@ class Tool:
         called = name or str(getattr(target, "__name__", type(target).__name__))
         if not _NAME.fullmatch(called):
             raise ConfigError(f"tool name {called!r} is not allowed: use letters, digits, _ and - (pass name=…)")
-        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
-            raise ConfigError(f"tool '{called}': timeout_s must be a positive number of seconds, got {limit_s!r}")
+        options: ToolOptions = getattr(target, _OPTIONS, ToolOptions())
+        default_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        limit_s = default_s if options.timeout_s is None else options.timeout_s
+        replace(options, timeout_s=limit_s).check(called, f)
         description, docs = _read_docstring(inspect.getdoc(target) or "")
         if not description:
             raise ConfigError(f"tool '{called}' has no docstring; its first lines tell the agent what it does")
         parameters = _read_parameters(f, target, called, docs)
-        return cls(name=called, description=description, parameters=parameters, function=f, timeout_s=float(limit_s))
+        return cls(
+            name=called,
+            description=description,
+            parameters=parameters,
+            function=f,
+            timeout_s=float(limit_s),
+            options=options,
+        )
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -117,15 +200,37 @@ class Tool:
             raise ToolArgumentError(f"{'; '.join(problems)}. Usage: {self.usage}")
         return bound
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool; the result as text (JSON when it isn't a string).
+    async def call(self, arguments: Mapping[str, Any], on_retry: Callable[[], None] | None = None) -> str:
+        """Run the tool; the result as text (JSON when it isn't a string). `on_retry` is called before every retry.
 
         Raises ToolArgumentError (nothing was run), ToolFailed (it raised, took too long or returned something that is
         no JSON) and EnvironmentBroken when the tool says that the environment can't go on.
         """
-        bound = self.bind(arguments)
+        self.bind(arguments)
+        key = json.dumps(arguments, sort_keys=True) if self.options.cache else ""
+        if (held := self.options.results.get(key)) is not None:
+            return held
+        left_s, pause_s, tries_left = self.timeout_s, _BACKOFF_S, self.options.retries
+        while True:
+            try:
+                async with self.options.slot():
+                    started = time.perf_counter()
+                    result = await self._run(arguments, left_s)
+                self.options.keep(key, result)
+                return result
+            except ToolFailed as failed:
+                left_s -= time.perf_counter() - started + pause_s
+                if not tries_left or left_s <= 0 or not isinstance(failed.__cause__, Exception):
+                    raise
+            if on_retry:
+                on_retry()
+            await asyncio.sleep(pause_s)
+            pause_s, tries_left = min(2 * pause_s, _MAX_BACKOFF_S), tries_left - 1
+
+    async def _run(self, arguments: Mapping[str, Any], limit_s: float) -> str:
+        """One try. Bound anew each time: the one before may have changed its arguments."""
         try:
-            result = await call_with_deadline(self.function, bound, self.timeout_s)
+            result = await call_with_deadline(self.function, self.bind(arguments), limit_s)
             return result if isinstance(result, str) else dump_result(result)
         except DeadlineExceeded as error:
             raise ToolFailed(f"Error: timeout: '{self.name}' took longer than {self.timeout_s:g} s ({error})") from None
@@ -252,24 +357,33 @@ def _first_problem(error: Exception) -> str:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """(description, documentation by parameter) of a Google-style docstring."""
-    sections = re.split(r"(?m)^(Args|Arguments|Parameters|Returns|Return|Yields|Raises|Examples?|Notes?):[ \t]*$", text)
-    description = " ".join(sections[0].split())
-    docs: dict[str, str] = {}
-    for title, body in zip(sections[1::2], sections[2::2], strict=True):
-        if title in ("Args", "Arguments", "Parameters"):
-            docs.update(_read_args(inspect.cleandoc("\n" + body.strip("\n"))))
-    return description, docs
+    """(description, documentation by parameter) of a Google, NumPy or Sphinx docstring."""
+    text, *fields = re.split(
+        r"(?m)^:(\w+)[ \t]*([^:\n]*):", text
+    )  # Sphinx: (kind, type and name, body) after each other
+    docs = {
+        label.split()[-1]: " ".join(body.split())
+        for kind, label, body in zip(fields[::3], fields[1::3], fields[2::3], strict=True)
+        if kind in ("param", "parameter", "arg", "argument") and label.split()
+    }
+    titles = "Args|Arguments|Parameters|Other Parameters|Returns?|Yields?|Raises|Examples?|Notes?|See Also|References"
+    sections = re.split(rf"(?m)^({titles})(:[ \t]*|[ \t]*\n-{{3,}}[ \t]*)$", text)
+    for title, mark, body in zip(sections[1::3], sections[2::3], sections[3::3], strict=True):
+        if title in ("Args", "Arguments", "Parameters", "Other Parameters"):
+            docs.update(_read_args(inspect.cleandoc("\n" + body.strip("\n")), numpy="-" in mark))
+    return " ".join(sections[0].split()), docs
 
 
-def _read_args(body: str) -> dict[str, str]:
+def _read_args(body: str, numpy: bool) -> dict[str, str]:
+    """Google: `name (type): text`; NumPy: `name, other : type`, the text indented below."""
+    entry = r"([\w*, ]+?)\s*(?::.*)?()$" if numpy else r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)"
     docs: dict[str, str] = {}
-    name = ""
+    names: list[str] = []
     for line in body.splitlines():
-        found = re.match(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+        found = None if line.startswith((" ", "\t")) else re.match(entry, line)
         if found:
-            name = found.group(1)
-            docs[name] = found.group(2).strip()
-        elif name and line.strip():
-            docs[name] = f"{docs[name]} {line.strip()}".strip()
+            names = [name.strip("* ") for name in found.group(1).split(",")]
+            docs.update(dict.fromkeys(names, found.group(2).strip()))
+        elif line.strip():
+            docs.update({name: f"{docs[name]} {line.strip()}".strip() for name in names})
     return docs
