@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from upswing.engine.base import Capabilities, Completion, EngineStats, FinishReason, Sampling
+from upswing.engine.int8 import check_int8, quantize_linears
 from upswing.engine.kv_cache import CachedAttention, KVCache, Segment
 from upswing.engine.linear import speed_up_linears
 from upswing.engine.sampler import check_sampling, sample
@@ -162,15 +163,21 @@ class TorchEngine:
         tokenizer: Any = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        quantize: Literal["int8"] | None = None,
         **options: Any,
     ) -> TorchEngine:
         """An engine with its own copy of `model`.
 
         `device` None: a GPU when there is one. `dtype` None: bfloat16 where the device computes in it, else float32.
+        `quantize`: the products in int8 (`engine.int8`). Raises ConfigError where they can't be.
         """
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if quantize is not None:
+            check_int8(chosen)
         held: Any = copy.deepcopy(model)
         held.to(device=chosen, dtype=dtype or compute_dtype(chosen))
+        if quantize is not None:
+            quantize_linears(held)
         speed_up_linears(held)
         return cls(held, tokenizer=tokenizer, **options)
 
