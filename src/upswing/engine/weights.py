@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
+from upswing.engine.int8 import Int8Product
+from upswing.engine.linear import SharedLinear
 from upswing.errors import did_you_mean
 
 
@@ -20,7 +23,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into the model's parameters, converting device and dtype.
+    """Copy `weights` into the model's parameters, converting device and dtype; int8 layers are quantised anew.
 
     A tied parameter may be given under any of its names. Raises ValueError for unknown or missing names, before
     anything is changed, and for a wrong shape. Values are read once and one at a time, because a lazy mapping makes
@@ -34,8 +37,17 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
     if missing:
         raise ValueError(f"{len(missing)} parameters were not given, the first is '{missing[0]}'; give all of them")
+    shared = [module for module in model.modules() if isinstance(module, SharedLinear)]
+    parts = {id(one.weight): (one.product, one.index) for one in shared if isinstance(one.product, Int8Product)}
+    waiting: dict[Int8Product, dict[int, torch.Tensor]] = defaultdict(dict)  # until a product's layers are all there
     for name, value in weights.items():
         got, expected = tuple(value.shape), tuple(parameters[name].shape)
         if got != expected:
             raise ValueError(f"parameter '{name}' has shape {got}; the model's is {expected}; load all weights again")
-        parameters[name].copy_(value)
+        if not parameters[name].is_meta:
+            parameters[name].copy_(value)
+        if id(parameters[name]) in parts:
+            product, index = parts[id(parameters[name])]
+            waiting[product][index] = value
+            if len(waiting[product]) == len(product.sizes):
+                product.pack([part for _, part in sorted(waiting.pop(product).items())])

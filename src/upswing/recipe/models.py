@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from upswing.errors import did_you_mean
+from upswing.recipe.distill import DistillStage
 from upswing.recipe.fields import (
     Bool,
     Count,
@@ -21,6 +22,7 @@ from upswing.recipe.fields import (
     expand_shorthand,
     refuse,
 )
+from upswing.recipe.presets import EFFECTS
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
 from upswing.recipe.stages import EvalStage, SftStage, Stage
@@ -42,7 +44,7 @@ class VerifierSection(Section):
     """One verifier of the rubric. A plain string is its name."""
 
     name: Text = Field(
-        description="strict_match, numeric, math, state, ... (docs/verifiers.md), an import path my_pkg:check, or a file "
+        description="strict_match, numeric, math, state, ... (docs/verifiers.md), an import path my_pkg:check, or "
         "path/v.py:check."
     )
     weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
@@ -54,10 +56,12 @@ class VerifierSection(Section):
     @model_validator(mode="after")
     def _weights_go_together(self) -> Self:
         if self.gate and {"weight", "weight_from", "weight_steps"} & self.model_fields_set:
-            refuse("gate", True, "a gate multiplies the reward and has no weight; leave the weight keys out")
+            raise refuse(
+                "gate", "got true, but a gate multiplies the reward and has no weight; leave the weight keys out"
+            )
         if (self.weight_from is None) != (self.weight_steps is None):
             missing = "weight_steps" if self.weight_steps is None else "weight_from"
-            refuse(missing, None, "weight_from and weight_steps go together")
+            raise refuse(missing, "got nothing, but weight_from and weight_steps go together")
         return self
 
 
@@ -93,6 +97,10 @@ class EngineSection(Section):
         default="auto", description="Precision; auto: bfloat16 where the processor has it, else float32."
     )
     prefill_chunk: Count = Field(default=512, description="Prompt tokens run through the model at once.")
+    quantize: Literal["int8"] | None = Field(
+        default=None,
+        description="int8: sample with weights and activations in 8 bits (CPU only); RL then needs a correction.",
+    )
     kv_memory_gb: Positive | None = Field(
         default=None,
         description="Memory for cached keys and values, in GB (1e9 bytes); when it is full, the cache of idle "
@@ -181,7 +189,30 @@ class Recipe(Section):
             )
         self._check_verifiers()
         self._check_stage_names()
+        self._check_quantize()
         return self
+
+    def _check_quantize(self) -> None:
+        """A sampler that isn't the learner is corrected for."""
+        if self.engine.quantize is None:
+            return
+        why = f"but engine.quantize '{self.engine.quantize}' samples from another distribution than the learner's"
+        for index, stage in enumerate(self.stages):
+            if isinstance(stage, DistillStage) and stage.kl == "sampled":
+                raise refuse(f"stages.{index}.kl", f"got 'sampled', {why}; use kl: full, or leave quantize out")
+            if not isinstance(stage, RlStage):
+                continue
+            if stage.old_logprobs == "engine":
+                raise refuse(
+                    f"stages.{index}.old_logprobs",
+                    f"got 'engine', {why}; use old_logprobs: recompute with correction: tis, or leave quantize out",
+                )
+            if stage.correction is None:
+                raise refuse(
+                    f"stages.{index}.correction",
+                    f"got nothing, {why}; add correction: tis (or {', '.join(list(EFFECTS['correction'])[1:])}), "
+                    "or leave quantize out",
+                )
 
     def _check_verifiers(self) -> None:
         names = [verifier.name for verifier in self.verifiers]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import transformers
 
+from upswing.engine.int8 import check_int8
 from upswing.engine.torch import TorchEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
@@ -78,6 +79,8 @@ class RunResult:
 def check(recipe: Recipe) -> World:
     """Everything that can be found wrong without loading the model. Raises ConfigError."""
     resolve_model(recipe.model, download=False)
+    if recipe.engine.quantize is not None:
+        check_int8(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, DistillStage):
             check_teacher(recipe, stage, index)
@@ -141,6 +144,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         prefill_chunk=recipe.engine.prefill_chunk,
         kv_memory_gb=recipe.engine.kv_memory_gb,
         dtype=explicit_dtype(recipe.engine.dtype),
+        quantize=recipe.engine.quantize,
     )
     limits = recipe.limits
     if (tokens := limits.context_tokens) > engine.max_request:
