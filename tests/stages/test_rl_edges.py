@@ -194,3 +194,29 @@ def test_a_dry_run_names_a_teacher_that_is_not_there(tmp_path: Path) -> None:
     one.write_text(json.dumps(text))
     result = CliRunner().invoke(app, ["run", str(one), "--dry-run"])
     assert result.exit_code == 2 and "nowhere" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_weights_that_change_with_the_step_and_gates_make_the_reward(tmp_path: Path) -> None:
+    rl = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "eval_every": 0, "algorithm": "gdpo"}
+    verifiers = [
+        {"name": "env_reward", "gate": True},
+        {"name": "length", "weight_from": 0.0, "weight": 2.0, "weight_steps": 2},
+        {"name": "constant", "weight": 0.5},
+    ]
+    (tmp_path / "v.py").write_text(
+        "def env_reward(env_reward):\n    return min(1.0, max(0.0, env_reward))\n"
+        "def length(answer):\n    return float(len(answer or '') % 2)\n"
+        "def constant(answer):\n    return 1.0\n"
+    )
+    named = [{**one, "name": f"{tmp_path}/v.py:{one['name']}"} for one in verifiers]
+    rows = run(recipe_from({**recipe(rl).to_dict(), "verifiers": named}), tmp_path / "run")
+    assert ["variance_share_length" in row for row in rows] == [False, True, True]  # at first it weighs nothing
+    seen = set()
+    for one in TrajectoryStore(tmp_path / "run/trajectories").read("rl"):
+        score = one.trajectory.score
+        assert score is not None and score.value is not None
+        gate, length = score.components["env_reward"], score.components["length"]
+        assert gate is not None and length is not None
+        assert score.value == pytest.approx(gate * ((one.step - 1) * length + 0.5))
+        seen.add((one.step, gate > 0))
+    assert {step for step, _ in seen} == {1, 2, 3}

@@ -1,4 +1,4 @@
-"""The command line, one file a verb: `run`, `eval`, `play`, `report`, `rescore`, `algorithms`.
+"""The command line, one file a verb: `run`, `eval`, `play`, `audit`, `report`, `rescore`, `algorithms`.
 
 Heavy imports wait for a verb."""
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from upswing.cli.algorithms import algorithms_command
+from upswing.cli.audit import audit_command
 from upswing.cli.eval import eval_command
 from upswing.cli.play import play_command
 from upswing.cli.report import report_command
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command("run")(run_command)
 app.command("eval")(eval_command)
 app.command("play")(play_command)
+app.command("audit")(audit_command)
 app.command("report")(report_command)
 app.command("rescore")(rescore_command)
 app.command("algorithms")(algorithms_command)

@@ -43,7 +43,7 @@ def play_command(
     from upswing.world import build_world
 
     world = build_world(config)
-    task = find_task(world, config, split, seed, task_index)
+    (task,) = find_tasks(world, config, split, seed, 1, skip=task_index)
     game = Game(env=world.make_env(), task=task, seed=seed, ask=ask_terminal, say=typer.echo)
     try:
         broke = asyncio.run(game.play())
@@ -58,17 +58,18 @@ def play_command(
         raise typer.Exit(130) from None
 
 
-def find_task(world: World, recipe: Recipe, split: str, seed: int, index: int) -> Task:
-    """Task number `index` of the split's stream. Raises ConfigError when there is none."""
+def find_tasks(world: World, recipe: Recipe, split: str, seed: int, count: int, skip: int = 0) -> list[Task]:
+    """Up to `count` tasks of the split's stream after the first `skip`. Raises ConfigError when there is none."""
     if split not in ("train", "dev", "test"):
         raise ConfigError(f"--split: got '{split}' (allowed: train, dev, test)")
     try:
-        found = list(itertools.islice(world.tasks(split, seed), index, index + 1))
+        found = list(itertools.islice(world.tasks(split, seed), skip, skip + count))
     except NotImplementedError as problem:
         raise ConfigError(f"env: {problem}") from None
     if not found:
-        raise ConfigError(f"--task-index: got {index}, but there are fewer {split} tasks of '{recipe.env.name}'")
-    return found[0]
+        index = f"--task-index: got {skip}, but there are fewer" if skip else "there are no"
+        raise ConfigError(f"{index} {split} tasks of '{recipe.env.name}'")
+    return found
 
 
 def ask_terminal() -> str | None:

@@ -33,6 +33,8 @@ class Observation:
 
     messages: tuple[Message, ...] = ()
     """From `reset`: the whole conversation to start with. From `step`: only what is new; empty when done."""
+    rewrite: bool = False
+    """From `step`: `messages` are the whole conversation from here on; the agent no longer sees what was before."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas (OpenAI function format) for the chat template; only from `reset`. Empty: the prompt itself
     explains the tools."""

@@ -147,6 +147,8 @@ class _Play:
                 self.stop_reason = StopReason(observation.stop_reason or StopReason.ENV_DONE)
             elif not message.finished:
                 self.stop_reason = StopReason.MAX_TOKENS
+            elif observation.rewrite:
+                conversation.rewrite(observation.messages)
             else:
                 conversation.add_messages(observation.messages)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from upswing.rollout.collect import Rollouts
 from upswing.seeding import derive_seed
 from upswing.trajectory.store import TrajectoryStore
 from upswing.trajectory.types import Task, Trajectory
+from upswing.verify import Rubric
 from upswing.view.run_folder import read_json, replace_file
 
 STATE = "state.json"
@@ -99,6 +100,7 @@ class RunContext:
     loaded: LoadedModel
     engine: TorchEngine
     rollouts: Rollouts
+    rubric: Rubric
     make_env: Callable[[], Environment]
     tasks: TaskSource
     store: TrajectoryStore
@@ -106,8 +108,6 @@ class RunContext:
     state: RunState
     recovered: Callable[[Trajectory], bool | None] | None = None
     """Whether a trajectory got past a failed first attempt; None when the environment can't tell."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the rubric's verifiers, by name; those of weight 0 left out."""
     compute_dtype: torch.dtype = torch.float32
     """Of the learner's forward and backward; its master weights are fp32."""
 
@@ -138,6 +138,10 @@ class RunContext:
         version = self.state.take_version()
         await self.engine.update_weights(weights, version)
         return version
+
+    def rollouts_at(self, step: int) -> Rollouts:
+        """Rollouts scored with the weights that the rubric has at a training step."""
+        return replace(self.rollouts, rubric=self.rubric.at(step))
 
     def sampling(self, *, temperature: float) -> Sampling:
         return Sampling(max_tokens=self.recipe.limits.turn_tokens, temperature=temperature)

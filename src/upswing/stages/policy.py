@@ -62,7 +62,7 @@ class PolicyMethod:
         batch = self._batch(groups)
         kl_N, old, signals = self._kl_penalty(batch)
         values = self._values(batch)
-        credit = assign(stage, batch, self._evidence(batch, kl_N, values, await self._greedy(groups)))
+        credit = assign(stage, batch, self._evidence(batch, kl_N, values, await self._greedy(groups, step), step))
         rows = list(credit.rows)
         signals |= credit.signals
         returns = None if credit.returns_N is None else spread(rows, credit.returns_N.numpy())
@@ -113,12 +113,13 @@ class PolicyMethod:
             return None
         return (self.critic or self.learner).values(batch.rows)
 
-    async def _greedy(self, groups: Sequence[Group]) -> list[Trajectory] | None:
+    async def _greedy(self, groups: Sequence[Group], step: int) -> list[Trajectory] | None:
         """ReMax's baseline: one greedy rollout a task."""
         if self.stage.advantage != "remax":
             return None
         sampling = self.context.sampling(temperature=0.0)
-        return await self.context.rollouts.singles([group.task for group in groups], sampling=sampling, seed=0)
+        rollouts = self.context.rollouts_at(step)
+        return await rollouts.singles([group.task for group in groups], sampling=sampling, seed=0)
 
     def _evidence(
         self,
@@ -126,6 +127,7 @@ class PolicyMethod:
         kl_N: torch.Tensor | None,
         values: list[np.ndarray] | None,
         greedy: list[Trajectory] | None,
+        step: int,
     ) -> Evidence:
         greedy_B = None
         if greedy is not None:
@@ -136,7 +138,7 @@ class PolicyMethod:
             values_N=None if values is None else _wide(batch.rows, values),
             greedy_B=greedy_B,
             moving_average=self.learner.extra["moving_average"],
-            weights=self.context.weights,
+            weights=self.context.rubric.at(step).weights,
         )
 
     def _train_critic(

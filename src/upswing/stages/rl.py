@@ -102,7 +102,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     training.train_s += step_s
     found = {} if update is None else update.as_dict()
     values = {
-        **batch_metrics(groups, batch.rewards_B.tolist(), context.recovered),
+        **batch_metrics(groups, batch.rewards_B.tolist(), context.recovered, context.rubric.at(training.step).weights),
         **{key: value for key, value in found.items() if key != "seconds"},
         **signals,
         "rollout_s": rollout_s,
@@ -158,7 +158,7 @@ async def _rollout(
     """Sample, score and check batch `number` of the step's groups."""
     total = len(tasks) * stage.group_size
     with context.progress.task(f"{stage.name}: rollouts of step {step + 1}", total=total, unit="trajectory") as shown:
-        groups = await context.rollouts.groups(
+        groups = await context.rollouts_at(step).groups(
             tasks,
             size=stage.group_size,
             sampling=context.sampling(temperature=stage.temperature),

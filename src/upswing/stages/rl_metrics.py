@@ -22,7 +22,7 @@ def batch_metrics(
     """Means over the batch's counted trajectories; NaN where nothing was counted.
 
     `rewards_B` goes over the trajectories of all groups in order; NaN rewards are the unscored ones. `weights`: the
-    rubric's; each component's share of the variance of its reward is then told too.
+    rubric's; each component's share of the variance of its reward is then told too, if there are several.
     """
     played = [t for group in groups for t in group.trajectories]
     records = [record_of(t, recovered) for t in played]
@@ -48,7 +48,8 @@ def batch_metrics(
     for name in dict.fromkeys(name for record in counted for name in record.components):
         found = [record.components.get(name) for record in counted]
         values[f"score_{name}"] = _mean(value for value in found if value is not None)
-    shares = variance_shares([record.components for record in counted], weights or {})
+    several = weights if weights is not None and len(weights) > 1 else {}
+    shares = variance_shares([record.components for record in counted], several)
     return values | {f"variance_share_{name.removesuffix(GATED)}": share for name, share in shares.items()}
 
 

@@ -1,0 +1,87 @@
+"""`upswing audit RECIPE`: attack a reward before training on it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from upswing.cli.common import EXIT_FAILED, user_command
+from upswing.errors import ConfigError
+from upswing.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from upswing.audit import AuditReport, Verdict
+
+
+@user_command
+def audit_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe or run folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as env.args.k=1.")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 50,
+    split: Annotated[str, typer.Option(help="Split of the tasks: train, dev or test.")] = "train",
+    seed: Annotated[int, typer.Option(help="Seed of the task stream.")] = 0,
+    max_false_accept: Annotated[float, typer.Option(help="Wrong answers accepted: at most this share.")] = 0.005,
+    max_false_reject: Annotated[float, typer.Option(help="Right answers refused: at most this share.")] = 0.01,
+    show: Annotated[int, typer.Option(min=0, help="How many offending inputs to show.")] = 10,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and tables.")] = False,
+) -> None:
+    """Attack a recipe's reward: what it wrongly accepts, wrongly refuses, and what it forgives.
+
+    Exits with 1 when a rate is above its threshold.
+    """
+    config = load_recipe(recipe, overrides or [])
+    from upswing.audit import audit
+    from upswing.cli.play import find_tasks
+    from upswing.monitor.progress import Progress
+    from upswing.world import build_world
+
+    world, log = build_world(config), Progress(quiet=quiet)
+    found = find_tasks(world, config, split, seed, tasks)
+    report = asyncio.run(audit(world, found, seed=seed))
+    if not report.verdicts:
+        task, why = next(iter(report.untested.items()))
+        raise ConfigError(f"no task's right play is accepted, so nothing can be attacked; task '{task}' {why}")
+    log.table(_table(report))
+    offending = [v for v in report.verdicts if v.attack.wanted != ("accepted" if v.accepted else "refused")]
+    offending = [v for v in offending if v.attack.wanted != "reported"]
+    if offending and show:
+        log.table(_examples(offending[:show]))
+    for task, why in list(report.untested.items())[:show]:
+        log.warn(f"task '{task}': its right play isn't accepted: it {why}")
+    accept, reject = report.false_accept, report.false_reject
+    log.note(f"{len(found)} tasks: {accept:.2%} of wrong answers accepted, {reject:.2%} of right ones refused")
+    if not (accept <= max_false_accept and reject <= max_false_reject):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _table(report: AuditReport) -> Table:
+    """A row an attack, offending ones first."""
+    from rich.table import Table
+
+    table = Table("attack", "should be", "tried", "accepted", "not scored")
+    order = {"refused": 0, "accepted": 1, "reported": 2}
+    for (wanted, name), verdicts in sorted(report.by_attack().items(), key=lambda item: order[item[0][0]]):
+        accepted = sum(v.accepted for v in verdicts)
+        unscored = sum(v.value is None for v in verdicts)
+        share = f"{accepted} ({accepted / len(verdicts):.0%})"
+        table.add_row(name, {"reported": "a choice"}.get(wanted, wanted), str(len(verdicts)), share, str(unscored))
+    return table
+
+
+def _examples(verdicts: list[Verdict]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("task", "attack", "last message", "score", "why", title="wrongly judged")
+    for verdict in verdicts:
+        value = "not scored" if verdict.value is None else f"{verdict.value:g}"
+        cells = (verdict.task_id, verdict.attack.name, repr(verdict.attack.text)[:100], value, verdict.reason)
+        table.add_row(*map(Text, cells))
+    return table

@@ -1,0 +1,228 @@
+"""Customer service: a policy, a database and a customer who answers; judged by the final database and by what was said.
+
+The shape is tau-bench's (Yao et al. 2024, arXiv:2406.12045); the customer is scripted, so a task is always the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from upswing.envs.base import AssistantMessage, Expert, Observation, check_fraction
+from upswing.envs.generated import GeneratedEnv
+from upswing.trajectory.types import Message, StopReason, Task
+
+_BOOK: dict[str, Any] = yaml.safe_load(
+    files("upswing.envs").joinpath("customer_service.yaml").read_text(encoding="utf-8")
+)
+REFUND_DAYS, PATIENCE = 30, 8
+"""The customer leaves after so many answers."""
+
+
+class CustomerService(GeneratedEnv):
+    """The agent talks to a customer and works on a database of orders with tools, following a policy.
+
+    The final state is compared with `final_state`: every order, whether the customer was found first, and whether each
+    fact was said. Options: `orders`, how many the database has; `expert_noise`, the chance that the expert first
+    mistypes the e-mail.
+    """
+
+    name = "customer_service"
+    system = _BOOK["policy"].strip()
+
+    def __init__(
+        self, *, orders: int = 12, expert_noise: float = 0.0, protocol: str = "hermes", max_turns: int = 16
+    ) -> None:
+        self.orders = self.check_count("orders", orders, 1, 200)
+        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+
+        async def find_customer(email: str) -> str:
+            """Find a customer by e-mail; -> name and order numbers."""
+            return self._find(email.strip().lower())
+
+        async def get_order(order: str) -> str:
+            """Read an order of the customer that was found."""
+            return json.dumps(self._order(order))
+
+        async def cancel_order(order: str) -> str:
+            """Cancel a pending order."""
+            return self._change(order, "cancel", "pending", {"status": "cancelled"})
+
+        async def refund_order(order: str) -> str:
+            """Refund a delivered order in full."""
+            return self._change(order, "refund", "delivered", {"status": "refunded"})
+
+        async def change_address(order: str, address: str) -> str:
+            """Send a pending order to another address."""
+            return self._change(order, "redirect", "pending", {"address": address.strip()})
+
+        tools = [find_customer, get_order, cancel_order, refund_order, change_address]
+        super().__init__(tools=tools, protocol=protocol, max_turns=max_turns)
+
+    def draw(self, rng: random.Random) -> Task:
+        request = rng.choice(_BOOK["requests"])
+        database, number = self._database(request, rng)
+        order = database[number]
+        script = {
+            "goal": request["says"],
+            "order": number,
+            "email": _email(order["customer"]),
+            "address": _address(rng),
+            "facts": [fact.format(price=order["price"], address="{address}") for fact in request["facts"]],
+        }
+        script["facts"] = [fact.replace("{address}", script["address"]) for fact in script["facts"]]
+        after = copy.deepcopy(database)
+        changes = {
+            "cancel": {"status": "cancelled"},
+            "refund": {"status": "refunded"},
+            "address": {"address": script["address"]},
+        }
+        after[number] |= changes.get(request.get("does", ""), {})
+        said = dict.fromkeys(script["facts"], True)
+        return self.make_task(
+            json.dumps([request["kind"], script, database]),
+            request["says"],
+            kind=request["kind"],
+            does=request.get("does", ""),
+            script=script,
+            database=database,
+            start_state={"orders": database, "found": False, "said": dict.fromkeys(said, False)},
+            final_state={"orders": after, "found": True, "said": said},
+        )
+
+    def _database(self, request: Mapping[str, Any], rng: random.Random) -> tuple[dict[str, dict[str, Any]], str]:
+        """Orders by number, and the one that the request is about."""
+        numbers = [f"O{number}" for number in rng.sample(range(1000, 9999), self.orders)]
+        found = {}
+        for place, number in enumerate(numbers):
+            about = request if place == 0 else rng.choice(_BOOK["requests"])
+            found[number] = {
+                "customer": rng.choice(_BOOK["names"]),
+                "item": rng.choice(_BOOK["items"]),
+                "price": rng.randint(10, 400),
+                "status": about["status"],
+                "days_ago": rng.randint(*about["days"]),
+                "address": _address(rng),
+            }
+        return dict(sorted(found.items())), numbers[0]
+
+    def start(self, task: Task) -> None:
+        self._script: Mapping[str, Any] = task.data["script"]
+        self._orders = copy.deepcopy(dict(task.data["database"]))
+        self._wanted: Mapping[str, Any] = task.data["final_state"]["orders"]
+        self._customer, self._found_first, self._answers = "", True, 0
+        self._said = dict.fromkeys(self._script["facts"], False)
+
+    def final(self) -> Mapping[str, Any]:
+        return {"orders": self._orders, "found": bool(self._customer) and self._found_first, "said": self._said}
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        """What is no call goes to the customer, who answers or leaves."""
+        seen = await super().step(message)
+        if seen.stop_reason is not StopReason.ANSWERED:
+            return seen
+        reply = self._reply(seen.answer or "")
+        if reply is None or self._turns >= self.max_turns:
+            reason = StopReason.ENV_DONE if reply is None else StopReason.MAX_TURNS
+            return Observation(done=True, stop_reason=reason)
+        return Observation(messages=(Message(role="user", content=reply),))
+
+    def _reply(self, text: str) -> str | None:
+        """What the customer says to the agent's words; None: nothing more, they leave."""
+        text, self._answers = text.lower().replace("’", "'"), self._answers + 1
+        text = text.replace("cannot", "can't").replace("can not", "can't")
+        self._said |= {fact: True for fact in self._said if fact.lower() in text}
+        settled = self._orders == self._wanted and all(self._said.values())
+        if settled or "can't" in text or self._answers > PATIENCE:
+            return None
+        asked = [f"My {key} is {self._script[key]}." for key in ("order", "email", "address") if self._asks(text, key)]
+        if asked:
+            return " ".join(asked)
+        return "Yes, please." if "?" in text else self._script["goal"]
+
+    def _asks(self, text: str, key: str) -> bool:
+        if key == "address" and "somewhere else" not in self._script["goal"]:
+            return False
+        return "?" in text and {"order": "order number", "email": "mail", "address": "address"}[key] in text.replace(
+            "e-mail", "mail"
+        ).replace("email address", "mail").replace("mail address", "mail")
+
+    def _find(self, email: str) -> str:
+        found = next((name for name in _BOOK["names"] if _email(name) == email), "")
+        numbers = [number for number, order in self._orders.items() if order["customer"] == found]
+        if not numbers:
+            raise ValueError(f"no customer has the e-mail {email[:60]!r}")
+        self._customer = found
+        return f"{found}: {', '.join(numbers)}"
+
+    def _order(self, number: str) -> dict[str, Any]:
+        if not self._customer:
+            self._found_first = False
+            raise ValueError("find the customer first")
+        order = self._orders.get(number.strip())
+        if order is None or order["customer"] != self._customer:
+            raise ValueError(f"{self._customer} has no order {number[:20]!r}")
+        return order
+
+    def _change(self, number: str, what: str, status: str, changed: Mapping[str, str]) -> str:
+        order = self._order(number)
+        if order["status"] != status:
+            raise ValueError(f"can't {what} it: the order is {order['status']}")
+        order.update(changed)
+        return "Done."
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """Follows the policy: asks, finds, reads, asks for a yes, acts and says so, or says why not."""
+        does, careless = task.data["does"], rng.random() < self.expert_noise
+
+        def act(messages: tuple[Message, ...]) -> str:
+            told = [m.content for m in messages if m.role == "user"][1:]
+            heard = [m.content for m in messages if m.role == "tool"]
+            if not told:
+                extra = (
+                    ", your e-mail and the new address"
+                    if "somewhere" in task.messages[-1].content
+                    else " and your e-mail"
+                )
+                return f"May I have your order number{extra}?"
+            order_number, email, address = (_told(told[0], key) for key in ("order", "email", "address"))
+            worked = [text for text in heard if not text.startswith("Error")]
+            if not worked:
+                return self.call("find_customer", email=email.replace("@", "@@") if careless and not heard else email)
+            if len(worked) == 1:
+                return self.call("get_order", order=order_number)
+            order = json.loads(worked[1])
+            if not does or (does == "refund" and order["days_ago"] > REFUND_DAYS):
+                late = " refund it after 30 days" if order["status"] == "delivered" else " change it: it is shipped"
+                return "It has been shipped." if task.data["kind"] == "status" else f"I am sorry, I can't{late}."
+            if len(worked) == 3:
+                return {"cancel": "It is cancelled.", "refund": f"I refunded ${order['price']}."}.get(
+                    does, f"It goes to {address} now."
+                )
+            if len(told) == 1:
+                return "Shall I do that now?"
+            if does == "address":
+                return self.call("change_address", order=order_number, address=address)
+            return self.call(f"{does}_order", order=order_number)
+
+        return act
+
+
+def _told(text: str, key: str) -> str:
+    """What the customer said of something; '' when nothing."""
+    found = text.partition(f"My {key} is ")[2].partition(". ")[0]
+    return found.removesuffix(".")
+
+
+def _email(name: str) -> str:
+    return f"{name.lower()}@example.com"
+
+
+def _address(rng: random.Random) -> str:
+    return f"{rng.randint(1, 99)} {rng.choice(_BOOK['streets'])}"

@@ -1,0 +1,94 @@
+"""What the small built-in environments share: endless tasks drawn at random, each in one split by what it is."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from upswing.envs.base import AssistantMessage, Observation, check_split
+from upswing.envs.tool_env import ToolEnv
+from upswing.errors import ConfigError
+from upswing.trajectory.types import Message, Outcome, Task, ToolCall, Trajectory
+
+_SPLITS = ("train", "train", "train", "dev", "test")
+
+
+def split_of(identity: str) -> str:
+    """The split that a task belongs to, by its identity alone: three in five train, one dev, one test."""
+    return _SPLITS[zlib.crc32(identity.encode()) % len(_SPLITS)]
+
+
+class GeneratedEnv(ToolEnv):
+    """A ToolEnv that makes its tasks up. `draw` makes one; its id must say all that the task is.
+
+    Tools that change the episode are `async` and never wait, so that several calls of a turn happen in their order.
+    """
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Task:
+        """A task at random, of any split."""
+
+    def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
+        """Endless tasks of a split, the same for the same seed; ConfigError for an unknown split."""
+        check_split(self.name, split)
+        rng = random.Random(f"{self.name} {split} {seed}")
+        return (task for task in iter(lambda: self.draw(rng), None) if task.split == split)
+
+    def make_task(self, identity: str, question: str, *, gold: tuple[str, ...] = (), **data: Any) -> Task:
+        """A task in the split that its identity belongs to; `kind` in `data` becomes a tag."""
+        return Task(
+            id=f"{self.name}-{identity}",
+            messages=(Message(role="user", content=question),),
+            gold=gold,
+            data=data,
+            tags={"kind": data["kind"]} if "kind" in data else {},
+            env=self.name,
+            split=split_of(identity),
+        )
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.answer = ""
+        self.start(task)
+        return await super().reset(task, seed)
+
+    def start(self, task: Task) -> None:
+        """Set the episode up."""
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        seen = await super().step(message)
+        if seen.answer is not None:
+            self.answer = seen.answer.strip()
+        return seen
+
+    def state(self) -> Mapping[str, Any]:
+        """The counts of calls, `answer`, and what `final` adds."""
+        return {**super().state(), "answer": self.answer, **self.final()}
+
+    def final(self) -> Mapping[str, Any]:
+        """What a verifier compares with the task's `final_state`."""
+        return {}
+
+    def recovered(self, trajectory: Trajectory) -> bool | None:
+        """Whether the agent finished after a call that failed, with one that worked; None when no call failed."""
+        failed = [index for index, record in enumerate(trajectory.tool_records) if not record.ok]
+        if not failed:
+            return None
+        worked = any(record.ok for record in trajectory.tool_records[failed[0] + 1 :])
+        return worked and trajectory.outcome is Outcome.COMPLETED
+
+    def call(self, tool: str, **arguments: Any) -> str:
+        """How an expert writes a call in this environment's protocol."""
+        return self.parser.render([ToolCall(name=tool, arguments=arguments)])
+
+    def say(self, answer: str) -> str:
+        """How an expert writes its final answer."""
+        return f"<answer>{answer}</answer>" if self.protocol == "tags" else answer
+
+    def check_count(self, option: str, value: Any, low: int, high: int) -> int:
+        """An integer option. Raises ConfigError."""
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{self.name} option {option} is {value!r}; allowed: an integer from {low} to {high}")
+        return value

@@ -1,0 +1,209 @@
+"""Grid: a small world of walls, a key and a locked door, walked one step a turn. Long episodes, one decision each."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from upswing.envs.base import Expert, Observation, check_fraction
+from upswing.envs.generated import GeneratedEnv
+from upswing.trajectory.types import Message, StopReason, Task
+
+MOVES = {"north": (-1, 0), "south": (1, 0), "west": (0, -1), "east": (0, 1)}
+Place = tuple[int, int]
+
+
+class Grid(GeneratedEnv):
+    """`move(direction)` until the goal `G` is reached; `#` is wall, `K` the key, `D` a door that needs it.
+
+    The agent sees the squares within `view` steps of it and nothing else (`view: 0`: everything). The episode ends at
+    the goal or after `max_turns`; the final state's `at_goal` says which. Options: `size`, squares a side; `door_frac`,
+    the share of worlds with a locked door; `expert_noise`, the chance of a random step of the expert.
+    """
+
+    name = "grid"
+
+    def __init__(
+        self,
+        *,
+        size: int = 6,
+        view: int = 0,
+        door_frac: float = 0.5,
+        expert_noise: float = 0.0,
+        protocol: str = "tags",
+        max_turns: int = 40,
+    ) -> None:
+        self.size = self.check_count("size", size, 4, 20)
+        self.view = self.check_count("view", view, 0, 20)
+        self.door_frac = check_fraction(self.name, "door_frac", door_frac)
+        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+
+        async def move(direction: Literal["north", "south", "west", "east"]) -> str:
+            """Go one step."""
+            return self._move(direction)
+
+        super().__init__(tools=[move], protocol=protocol, max_turns=max_turns)
+
+    def draw(self, rng: random.Random) -> Task:
+        while True:
+            rows = _world(self.size, rng.random() < self.door_frac, rng)
+            if rows is not None:
+                break
+        world = "\n".join(rows)
+        text = "Find the goal G. # is wall, K a key, D a door that needs the key, ? not seen yet, A is you.\n"
+        return self.make_task(
+            world,
+            text + _shown(rows, _find(rows, "A"), False, self.view),
+            rows=list(rows),
+            kind="door" if "D" in world else "open",
+            start_state={"at_goal": False},
+            final_state={"at_goal": True},
+        )
+
+    def start(self, task: Task) -> None:
+        self._world = tuple(task.data["rows"])
+        self._at, self._has_key = _find(self._world, "A"), False
+
+    def final(self) -> Mapping[str, Any]:
+        return {"at_goal": self._on("G"), "has_key": self._has_key}
+
+    def is_done(self) -> bool:
+        return self._on("G")
+
+    async def step(self, message: Any) -> Observation:
+        """Saying something else than a move ends the episode, as an answer does."""
+        seen = await super().step(message)
+        return Observation(done=True, stop_reason=StopReason.ENV_DONE) if seen.answer is not None else seen
+
+    def _on(self, mark: str) -> bool:
+        return self._world[self._at[0]][self._at[1]] == mark
+
+    def _move(self, direction: str) -> str:
+        to = _step(self._at, direction)
+        problem = _blocked(self._world, to, self._has_key)
+        if problem:
+            return f"{problem}\n{self._seen()}"
+        self._at = to
+        self._has_key = self._has_key or self._on("K")
+        return ("You reached the goal.\n" if self._on("G") else "") + self._seen()
+
+    def _seen(self) -> str:
+        return _shown(self._world, self._at, self._has_key, self.view)
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """Walks the shortest way over what it has seen: to the goal, else to the key, else to what is still hidden."""
+        known: dict[Place, str] = {}
+
+        def act(messages: tuple[Message, ...]) -> str:
+            text = next(m.content for m in reversed(messages) if m.role in ("tool", "user"))
+            has_key = "You have the key." in text
+            rows = [line for line in text.splitlines() if line and set(line) <= set("#.AKDG?")]
+            for r, line in enumerate(rows[-self.size :]):
+                known.update({(r, c): mark for c, mark in enumerate(line) if mark != "?"})
+            if rng.random() < self.expert_noise:
+                return self.call("move", direction=rng.choice(list(MOVES)))
+            here = next(place for place, mark in known.items() if mark == "A")
+            known[here] = "."
+            way = _route(known, here, has_key, self.size)
+            return self.call("move", direction=way[0] if way else "north")
+
+        return act
+
+
+def _shown(world: tuple[str, ...], at: Place, has_key: bool, view: int) -> str:
+    """The world as the agent sees it from a place."""
+
+    def mark(r: int, c: int) -> str:
+        if view and abs(r - at[0]) + abs(c - at[1]) > view:
+            return "?"
+        there = world[r][c]
+        return "A" if (r, c) == at else "." if there == "A" or (there == "K" and has_key) else there
+
+    lines = ["".join(mark(r, c) for c in range(len(world))) for r in range(len(world))]
+    return "\n".join([*lines, "You have the key."] if has_key else lines)
+
+
+def _step(place: Place, direction: str) -> Place:
+    return place[0] + MOVES[direction][0], place[1] + MOVES[direction][1]
+
+
+def _find(rows: tuple[str, ...], mark: str) -> Place:
+    return next((r, line.index(mark)) for r, line in enumerate(rows) if mark in line)
+
+
+def _blocked(rows: tuple[str, ...], to: Place, has_key: bool) -> str:
+    if not (0 <= to[0] < len(rows) and 0 <= to[1] < len(rows)):
+        return "That is the edge of the world."
+    mark = rows[to[0]][to[1]]
+    if mark == "#":
+        return "There is a wall."
+    return "The door is locked; find the key." if mark == "D" and not has_key else ""
+
+
+def _route(known: Mapping[Place, str], start: Place, has_key: bool, size: int) -> list[str]:
+    """The shortest way to the goal, else the key, else the nearest square not seen yet; empty when there is none."""
+
+    def walk(wanted: Any) -> list[str]:
+        queue, ways = deque([start]), {start: list[str]()}
+        while queue:
+            place = queue.popleft()
+            if place != start and wanted(place):
+                return ways[place]
+            if place not in known:
+                continue
+            for direction in MOVES:
+                to = _step(place, direction)
+                inside = 0 <= to[0] < size and 0 <= to[1] < size
+                shut = known.get(to) == "#" or (known.get(to) == "D" and not has_key)
+                if inside and not shut and to not in ways:
+                    ways[to] = [*ways[place], direction]
+                    queue.append(to)
+        return []
+
+    hidden = walk(lambda place: place not in known)
+    key = [] if has_key else walk(lambda place: known.get(place) == "K")
+    seen_goal = walk(lambda place: known.get(place) == "G" and place in known)
+    through_known = all(p in known for p in _places(start, seen_goal))
+    return (seen_goal if through_known else []) or key or hidden or seen_goal
+
+
+def _places(start: Place, way: list[str]) -> list[Place]:
+    places = [start]
+    for direction in way:
+        places.append(_step(places[-1], direction))
+    return places
+
+
+def _world(size: int, door: bool, rng: random.Random) -> tuple[str, ...] | None:
+    """A world whose goal can be reached, through the door when there is one; None when this one can't."""
+    squares = [(r, c) for r in range(size) for c in range(size)]
+    marks = {place: "#" if rng.random() < 0.25 else "." for place in squares}
+    if door:  # a wall across, with a door in it; the key is on the agent's side
+        across = rng.randrange(2, size - 2)
+        marks |= {(across, c): "#" for c in range(size)}
+        marks[across, rng.randrange(size)] = "D"
+        above, below = ([p for p in squares if (p[0] < across) is side and p[0] != across] for side in (True, False))
+        (agent, key), goal = rng.sample(above, 2), rng.choice(below)
+        marks |= {agent: "A", key: "K", goal: "G"}
+    else:
+        agent, goal = rng.sample(squares, 2)
+        marks |= {agent: "A", goal: "G"}
+    near = abs(agent[0] - goal[0]) + abs(agent[1] - goal[1]) < size // 2
+    if near or (door and not _reaches(marks, agent, key, size, has_key=False)):
+        return None
+    if not _reaches(marks, agent, goal, size, has_key=door) or (door and _reaches(marks, agent, goal, size, False)):
+        return None
+    return tuple("".join(marks[r, c] for c in range(size)) for r in range(size))
+
+
+def _reaches(marks: Mapping[Place, str], start: Place, goal: Place, size: int, has_key: bool) -> bool:
+    seen, queue = {start}, [start]
+    while queue:
+        place = queue.pop()
+        for to in (_step(place, direction) for direction in MOVES):
+            if to in marks and to not in seen and marks[to] != "#" and (marks[to] != "D" or has_key):
+                seen.add(to)
+                queue.append(to)
+    return goal in seen

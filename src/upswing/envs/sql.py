@@ -1,0 +1,162 @@
+"""SQL: questions about, and changes to, a real SQLite database; judged by the answer and by the tables left behind."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from upswing.envs.base import Expert, check_fraction
+from upswing.envs.generated import GeneratedEnv
+from upswing.trajectory.types import Message, Task
+
+MAX_ROWS, MAX_STEPS = 50, 2_000_000
+_BOOK: dict[str, Any] = yaml.safe_load(files("upswing.envs").joinpath("sql.yaml").read_text(encoding="utf-8"))
+_TABLES = ("customers", "products", "orders")
+_DENIED = {
+    sqlite3.SQLITE_ATTACH,
+    sqlite3.SQLITE_DETACH,
+    sqlite3.SQLITE_PRAGMA,
+    sqlite3.SQLITE_CREATE_TABLE,
+    sqlite3.SQLITE_DROP_TABLE,
+    sqlite3.SQLITE_ALTER_TABLE,
+    sqlite3.SQLITE_CREATE_TRIGGER,
+    sqlite3.SQLITE_CREATE_VTABLE,
+}
+
+
+class Sql(GeneratedEnv):
+    """One tool, `sql(query)`, over a database of customers, products and orders made for the task.
+
+    Questions are judged by the answer and by the tables, which must be as before; changes by the tables alone. Options:
+    `change_frac`, the share of changes; `num_orders`; `expert_noise`, the chance that the expert first misnames a
+    column.
+    """
+
+    name = "sql"
+    system = "The tables:\n" + _BOOK["schema"].strip()
+
+    def __init__(
+        self,
+        *,
+        change_frac: float = 0.5,
+        num_orders: int = 30,
+        expert_noise: float = 0.0,
+        protocol: str = "hermes",
+        max_turns: int = 6,
+    ) -> None:
+        self.change_frac = check_fraction(self.name, "change_frac", change_frac)
+        self.num_orders = self.check_count("num_orders", num_orders, 1, 1000)
+        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+        self._database: sqlite3.Connection | None = None
+
+        async def sql(query: str) -> str:
+            """Run one SQL statement of SQLite's dialect; -> its rows, or how many rows it changed."""
+            assert self._database is not None
+            return run(self._database, query)
+
+        super().__init__(tools=[sql], protocol=protocol, max_turns=max_turns)
+
+    def draw(self, rng: random.Random) -> Task:
+        seed, change = rng.randrange(10**9), rng.random() < self.change_frac
+        form = rng.choice(_BOOK["changes" if change else "questions"])
+        names = {name: rng.choice(_BOOK[name]) for name in ("name", "city", "product", "status")}
+        names["number"] = str(rng.randint(1, 20))
+        query = form["sql"].format(**names)
+        database = make_database(seed, self.num_orders)
+        before = tables(database)
+        wanted: dict[str, Any] = {}
+        if not change:
+            wanted["answer"] = str(database.execute(query).fetchone()[0])
+        elif not database.execute(query).rowcount or tables(database) == before:
+            return self.draw(rng)  # nothing to change: doing nothing would pass
+        final = {"tables": tables(database), **wanted}
+        database.close()
+        ending = " Give only the number." if not change else " Then say done."
+        return self.make_task(
+            f"{seed}-{self.num_orders}-{query}",
+            form["ask"].format(**names) + ending,
+            gold=(wanted["answer"],) if wanted else (),
+            kind=form["kind"],
+            seed=seed,
+            query=query,
+            start_state={"tables": before, **({"answer": ""} if wanted else {})},
+            final_state=final,
+        )
+
+    def start(self, task: Task) -> None:
+        self._database = make_database(task.data["seed"], self.num_orders)
+        self._database.set_authorizer(_authorize)
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+
+    def final(self) -> Mapping[str, Any]:
+        return {} if self._database is None else {"tables": tables(self._database)}
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """Knows how each kind of question is put in SQL."""
+        careless = rng.random() < self.expert_noise
+
+        def act(messages: tuple[Message, ...]) -> str:
+            heard = [message.content for message in messages if message.role == "tool"]
+            if not heard and careless:
+                return self.call(
+                    "sql", query=task.data["query"].replace("name", "title", 1).replace("status", "state", 1)
+                )
+            if not heard or heard[-1].startswith("Error"):
+                return self.call("sql", query=task.data["query"])
+            return self.say(heard[-1].splitlines()[-1] if task.gold else "done")
+
+        return act
+
+
+def make_database(seed: int, num_orders: int) -> sqlite3.Connection:
+    """The same in-memory database for the same seed."""
+    rng = random.Random(f"sql {seed}")
+    database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+    database.executescript(_BOOK["schema"])
+    database.executemany(
+        "INSERT INTO customers(name, city) VALUES (?, ?)", [(n, rng.choice(_BOOK["city"])) for n in _BOOK["name"]]
+    )
+    goods = [(name, rng.randint(3, 400), rng.randint(0, 50)) for name in _BOOK["product"]]
+    database.executemany("INSERT INTO products(name, price, stock) VALUES (?, ?, ?)", goods)
+    orders = [
+        (rng.randint(1, 10), rng.randint(1, 10), rng.randint(1, 9), rng.choice(_BOOK["status"]))
+        for _ in range(num_orders)
+    ]
+    database.executemany("INSERT INTO orders(customer_id, product_id, quantity, status) VALUES (?, ?, ?, ?)", orders)
+    return database
+
+
+def tables(database: sqlite3.Connection) -> dict[str, list[list[Any]]]:
+    """Every table's rows by id."""
+    return {name: [list(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY id")] for name in _TABLES}
+
+
+def run(database: sqlite3.Connection, query: str) -> str:
+    """The rows of a statement as text, or how many it changed. Raises ValueError with SQLite's words."""
+    left = iter(range(MAX_STEPS // 10_000))
+    database.set_progress_handler(lambda: next(left, None) is None, 10_000)
+    try:
+        cursor = database.execute(query)
+        if cursor.description is None:
+            return f"{cursor.rowcount} rows changed"
+        rows = cursor.fetchmany(MAX_ROWS + 1)
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as problem:
+        text = "it takes too long" if "interrupted" in str(problem) else str(problem)
+        raise ValueError(text) from None
+    finally:
+        database.set_progress_handler(None, 0)
+    lines = [" | ".join(column[0] for column in cursor.description)]
+    lines += [" | ".join("NULL" if cell is None else str(cell)[:200] for cell in row) for row in rows[:MAX_ROWS]]
+    return "\n".join([*lines, "(more rows left out)"] if len(rows) > MAX_ROWS else lines)
+
+
+def _authorize(action: int, *_: Any) -> int:
+    return sqlite3.SQLITE_DENY if action in _DENIED else sqlite3.SQLITE_OK

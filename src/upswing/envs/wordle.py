@@ -1,0 +1,106 @@
+"""Wordle: find a five-letter word in six guesses; each answer narrows the rest."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from upswing.envs.base import AssistantMessage, Expert, Observation, check_fraction
+from upswing.envs.generated import GeneratedEnv
+from upswing.trajectory.types import Message, StopReason, Task
+
+LETTERS = 5
+
+
+class Wordle(GeneratedEnv):
+    """`guess(word)` is answered by a letter for each of the word's: G right place, Y elsewhere, `-` not (or no more) in
+    the word. The final state's `solved` says whether it was found.
+
+    Options: `guesses`; `expert_noise`, the chance that the expert guesses without heeding what it knows.
+    """
+
+    name = "wordle"
+
+    def __init__(
+        self, *, guesses: int = 6, expert_noise: float = 0.0, protocol: str = "tags", max_turns: int = 9
+    ) -> None:
+        self.guesses = self.check_count("guesses", guesses, 1, 20)
+        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+        self._secret, self._made = "", 0
+
+        async def guess(word: str) -> str:
+            """Guess a five-letter word."""
+            return self._guess(word.strip().lower())
+
+        super().__init__(tools=[guess], protocol=protocol, max_turns=max_turns)
+
+    def draw(self, rng: random.Random) -> Task:
+        word = rng.choice(words())
+        text = (
+            f"Find the secret five-letter word in {self.guesses} guesses. G: right place, Y: elsewhere, -: not in it."
+        )
+        states = ({"solved": False}, {"solved": True})
+        return self.make_task(word, text, word=word, start_state=states[0], final_state=states[1])
+
+    def start(self, task: Task) -> None:
+        self._secret, self._made, self._solved = task.data["word"], 0, False
+
+    def final(self) -> Mapping[str, Any]:
+        return {"solved": self._solved, "guesses": self._made}
+
+    def is_done(self) -> bool:
+        return self._solved or self._made >= self.guesses
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        """Saying something else than a guess ends the episode, as an answer does."""
+        seen = await super().step(message)
+        return Observation(done=True, stop_reason=StopReason.ENV_DONE) if seen.answer is not None else seen
+
+    def _guess(self, word: str) -> str:
+        if len(word) != LETTERS or not (word.isascii() and word.isalpha()):
+            raise ValueError(f"{word[:20]!r} is not a word of {LETTERS} letters")
+        if word not in _known():
+            raise ValueError(f"'{word}' is not in the list of words")
+        self._made += 1
+        self._solved = word == self._secret
+        return f"{word}: {marks(word, self._secret)}"
+
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """Guesses a word that fits all that was said."""
+
+        def act(messages: tuple[Message, ...]) -> str:
+            said = [m.content.split(": ") for m in messages if m.role == "tool" and not m.content.startswith("Error")]
+            fits = [w for w in words() if all(marks(guess, w) == found for guess, found in said)]
+            careless = rng.random() < self.expert_noise
+            return self.call("guess", word=rng.choice(words() if careless else fits))
+
+        return act
+
+
+def marks(guess: str, secret: str) -> str:
+    """A letter that occurs once in the secret is marked once: right places first, then from the left."""
+    left = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
+    found = []
+    for g, s in zip(guess, secret, strict=True):
+        if g == s:
+            found.append("G")
+        elif left[g]:
+            left[g] -= 1
+            found.append("Y")
+        else:
+            found.append("-")
+    return "".join(found)
+
+
+@cache
+def words() -> tuple[str, ...]:
+    return tuple(files("upswing.envs").joinpath("words.txt").read_text(encoding="ascii").split())
+
+
+@cache
+def _known() -> frozenset[str]:
+    return frozenset(words())
