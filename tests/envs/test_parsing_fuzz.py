@@ -7,6 +7,7 @@ import argparse
 import json
 import random
 import time
+from itertools import islice
 
 import pytest
 
@@ -67,7 +68,8 @@ FRAGMENTS = (
 
 
 def some_text(rng: random.Random) -> str:
-    return "".join(rng.choice((*FRAGMENTS, "word ", chr(rng.randrange(1, 0xD800)))) for _ in range(rng.randrange(5)))
+    pieces = (chr(rng.randrange(1, 0xD800)) if rng.random() < 0.1 else rng.choice(FRAGMENTS) for _ in range(9))
+    return "".join(islice(pieces, rng.randrange(5)))
 
 
 def some_value(rng: random.Random, depth: int = 0):
@@ -144,7 +146,7 @@ def fuzz(number: int, seed: int) -> None:
 
 
 def test_fuzzed_turns():
-    fuzz(5000, seed=0)
+    fuzz(4000, seed=0)
 
 
 UNITS = (
