@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from upswing.engine.linear import MAX_ROWS, FewRowsLinear, Product, SharedLinear, linear_groups, speed_up_linears
+from upswing.engine.linear import (
+    MAX_ROWS,
+    FewRowsLinear,
+    FewRowsProduct,
+    Product,
+    SharedLinear,
+    linear_groups,
+    speed_up_linears,
+)
 from upswing.engine.weights import load_weights
 from upswing.models.load import LoadedModel
 
@@ -34,13 +42,14 @@ def attention(bias: bool = True) -> nn.ModuleDict:
     return nn.ModuleDict({name: nn.Linear(16, size, bias=bias) for name, size in sizes.items()})
 
 
+@pytest.mark.parametrize("kind", [Product, FewRowsProduct])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layers_that_read_the_same_input_are_one_product(bias: bool) -> None:
+def test_layers_that_read_the_same_input_are_one_product(bias: bool, kind: type[Product]) -> None:
     model = attention(bias)
     plain, names = copy.deepcopy(model), list(model.state_dict())
     for layers in linear_groups(model):
         if len(layers) > 1:
-            Product(layers)
+            kind(layers)
     assert [type(layer) for layer in model.values()] == [*[SharedLinear] * 3, nn.Linear]
     assert list(model.state_dict()) == names
     counts = []
@@ -86,13 +95,25 @@ def test_layers_that_differ_in_bias_or_input_stay_apart() -> None:
     assert [len(layers) for layers in linear_groups(model)] == [1, 1, 1, 1]
 
 
+QKV, GATED = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "together", "close"),
+    [
+        (torch.float32, QKV, {"atol": 2e-5, "rtol": 1e-5}),
+        (torch.bfloat16, QKV + GATED, {"atol": 0.05, "rtol": 0.02}),  # sums in another order
+    ],
+)
 @torch.inference_mode()
-def test_a_whole_model_is_the_same_with_them(tiny: LoadedModel) -> None:
-    plain = copy.deepcopy(tiny.model).to(torch.bfloat16)
+def test_a_whole_model_is_the_same_with_them(
+    tiny: LoadedModel, dtype: torch.dtype, together: list[str], close: dict[str, float]
+) -> None:
+    plain = copy.deepcopy(tiny.model).to(dtype)
     fast = copy.deepcopy(plain)
     speed_up_linears(fast)
     shared = [name.rpartition(".")[2] for name, module in fast.named_modules() if isinstance(module, SharedLinear)]
-    assert shared == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"] * fast.config.num_hidden_layers
+    assert shared == together * fast.config.num_hidden_layers
     assert list(fast.state_dict()) == list(plain.state_dict())
     ids = torch.arange(20, 60)[None]
-    torch.testing.assert_close(fast(ids).logits, plain(ids).logits, atol=0.05, rtol=0.02)  # bf16 sums in another order
+    torch.testing.assert_close(fast(ids).logits, plain(ids).logits, **close)
