@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from upswing.envs.base import AssistantMessage, Environment, Observation
     from upswing.envs.tool_env import ToolEnv
+    from upswing.envs.tools import tool
     from upswing.errors import ConfigError, UpswingError
     from upswing.recipe import Recipe, load_recipe
     from upswing.stages.runner import RunResult, run_recipe
@@ -33,6 +34,7 @@ _HOMES = {
     "UpswingError": "upswing.errors",
     "load_recipe": "upswing.recipe",
     "run_recipe": "upswing.stages.runner",
+    "tool": "upswing.envs.tools",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "UpswingError",
     "load_recipe",
     "run_recipe",
+    "tool",
 ]
 
 

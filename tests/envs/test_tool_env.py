@@ -223,7 +223,8 @@ async def test_retries_are_counted_and_are_not_the_agents_fault():
         return "up"
 
     env = await started(ToolEnv([flaky]))
-    assert (await env.step(say(call("flaky")))).messages[0].content == "up"
+    seen = await env.step(say(call("flaky")))
+    assert seen.messages[0].content == "up" and seen.tool_records[0].retries == 1
     assert dict(env.state()) == {"tool_calls": 1, "invalid_calls": 0, "tool_errors": 0, "tool_retries": 1}
 
 

@@ -141,17 +141,19 @@ class ToolEnv(Environment):
         return tuple(task.result() for task in running)
 
     async def _run(self, call: ToolCall, problem: str | None, turn: int) -> ToolRecord:
-        started = time.perf_counter()
+        started, failed = time.perf_counter(), list[None]()
         if problem is not None:
             result, ok = f"{INVALID_PREFIX}{problem}", False
         else:
             try:
-                result, ok = await self._tools[call.name].call(call.arguments, self._count_retry), True
+                result, ok = await self._tools[call.name].call(call.arguments, lambda: failed.append(None)), True
             except ToolFailed as error:
                 result, ok = str(error), False
                 self._counts["tool_errors"] += 1
+        self._counts["tool_retries"] += len(failed)
         duration_s = time.perf_counter() - started
-        return ToolRecord(call=call, result=self._clean(result), ok=ok, turn=turn, duration_s=duration_s)
+        text = self._clean(result)
+        return ToolRecord(call=call, result=text, ok=ok, turn=turn, duration_s=duration_s, retries=len(failed))
 
     def _problem_of(self, call: ToolCall) -> str | None:
         """What is wrong with a call, worded for the agent; None when it can run."""
@@ -168,9 +170,6 @@ class ToolEnv(Environment):
     def _count_invalid(self) -> None:
         self._invalid_in_row += 1
         self._counts["invalid_calls"] += 1
-
-    def _count_retry(self) -> None:
-        self._counts["tool_retries"] += 1
 
     def _end_reason(self) -> StopReason | None:
         if self.is_done():

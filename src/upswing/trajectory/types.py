@@ -121,6 +121,8 @@ class ToolRecord:
     """False when the call was invalid or the tool raised; the agent saw the error as `result`."""
     turn: int
     duration_s: float = 0.0
+    retries: int = 0
+    """Attempts before the last one, which failed and were tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
