@@ -97,6 +97,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     rollout_s = time.perf_counter() - started
     training.updating = True
     batch, update, signals = await training.method.learn(groups, training.step)
+    learned_s = time.perf_counter() - started
     await context.push_weights(training.learner.weights())
     step_s = time.perf_counter() - started
     training.train_s += step_s
@@ -107,6 +108,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
         **signals,
         "rollout_s": rollout_s,
         "update_s": found.get("seconds", 0.0),
+        "sync_s": step_s - learned_s,
         "step_s": step_s,
         "train_s": training.train_s,
     }
