@@ -1,10 +1,10 @@
 """One whole GRPO step against TRL's trainer on equal work: seconds and peak memory, single-turn and with tools.
 
-    python bench/step.py [--quick] [--model tiny] [--trl-micro-batch 16]
+    python bench/step.py [--quick] [--model tiny] [--trl-micro-batch 8]
 
 A step is sampling, tools, rewards, advantages, one AdamW update and the new weights in place: the `rl` stage of a
 recipe against `GRPOTrainer.train`, both with the gate of `bench/trl_peer.py` around each step. SmolLM2-135M, 8 prompts
-x 8 samples (`--quick`: 2 x 4), the same prompts, chat template (Qwen2.5's, which TRL can parse calls of), number
+x 8 samples (`--quick`: 1 x 4), the same prompts, chat template (Qwen2.5's, which TRL can parse calls of), number
 format, learning rate and gradient clipping, no KL. `single_vs_trl`: 64 new tokens a sample. `multiturn_vs_trl`: three
 calls of a tool whose results have about 60 tokens, then an answer; TRL calls it by its own `tools=`.
 
@@ -248,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default="smollm2-135m", help="tiny: to try the script out")
-    parser.add_argument("--trl-micro-batch", type=int, default=16, help="rows that TRL trains on at once")
+    parser.add_argument("--trl-micro-batch", type=int, default=8, help="rows that TRL trains on at once")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -256,7 +256,7 @@ def main() -> int:
         return 0
     if not has_trl():
         return cannot_run(MISSING)
-    prompts, samples = (2, 4) if args.quick else (8, 8)
+    prompts, samples = (1, 4) if args.quick else (8, 8)
     rounds = {"single": 2, "multiturn": 1} if args.quick else {"single": 3, "multiturn": 2}
     print(describe_machine(("upswing", "trl", "torch", "transformers")))
     print(f"{args.model}, {prompts} prompts x {samples} samples, TRL trains on {args.trl_micro_batch} rows at once")
