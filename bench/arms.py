@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,15 @@ class Worker:
             self._process.kill()
 
 
-def serve(arm: Any) -> None:
-    """Do what stdin asks of `arm` until it closes; whatever else is printed goes to stderr."""
+def serve(make: Callable[..., Any], *arguments: str) -> None:
+    """Make an arm and do what stdin asks of it until it closes; whatever else is printed goes to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    arm = make(*arguments)
     for line in sys.stdin:
-        method, arguments = json.loads(line)
+        method, given = json.loads(line)
         try:
-            reply = {"value": getattr(arm, method)(**arguments)}
+            reply = {"value": getattr(arm, method)(**given)}
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -79,8 +80,9 @@ def serve(arm: Any) -> None:
 class Arm:
     """What every arm has. A subclass has `complete`, or plays in its own way."""
 
-    def setup(self, conversations: Sequence[Conversation]) -> None:
-        """Get ready for work of this size."""
+    def setup(self, conversations: Sequence[Conversation]) -> str | None:
+        """Get ready for work of this size -> what is worth printing."""
+        return None
 
     def complete(self, texts: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
         """Sample so many tokens after each."""

@@ -181,4 +181,4 @@ ARMS: dict[str, Callable[[str, str], Arm]] = {
 }
 
 if __name__ == "__main__":
-    serve(ARMS[sys.argv[1]](*sys.argv[2:]))
+    serve(ARMS[sys.argv[1]], *sys.argv[2:])

@@ -3,13 +3,13 @@
     python bench/rollout.py [--quick] [--model tiny] [--only fixed,ragged] [--peer vllm --vllm-python PATH]
 
 Workloads: `fixed`, 64 prompts of 64 tokens, 64 new ones each; `ragged`, 128 requests for 16 to 256 new tokens;
-`multiturn`, 32 conversations of 8 turns, each 16 to 48 sampled tokens and then a tool result of 64 to 128;
+`multiturn`, 16 conversations of 8 turns, each 16 to 48 sampled tokens and then a tool result of 64 to 128;
 `shared_prompt`, 8 groups of 8 with a prompt of 512 tokens. Every length is forced, so that all do the same work.
 
 Peers: `hf`, transformers' generate in batches of 64, padded to the longest, re-reading the conversation every turn;
-`continuous_batching`, transformers' own; `vllm`, in an environment of its own. Same model, threads, number format and
-sampling (temperature 1) for all; only the engine returns log-probs. Each is a process of its own; rounds alternate
-A B A B after a shorter one to warm up, with new prompts of the same lengths, so that nothing is cached.
+`continuous_batching`, transformers' own (not with `--quick`); `vllm`, in an environment of its own. All have the same
+model, threads, number format and sampling (temperature 1); only the engine returns log-probs. Each is a process of its
+own. Rounds alternate A B A B after a shorter one to warm up, with new prompts of the same lengths: nothing is cached.
 
 `floor_fraction`: seconds that the matrix products of `fixed` alone take, over the engine's. `int8_vs_bf16`: the engine
 with int8 weights against the engine in the CPU's number format (fp32 where the CPU doesn't compute in bf16).
@@ -72,8 +72,9 @@ class Workload:
         ]
 
     def short(self) -> Workload:
-        """To warm up: two turns at most, of 8 tokens at most."""
-        return Workload([[(given, min(new, 8)) for given, new in turns[:2]] for turns in self.shape], self.group)
+        """To warm up: a quarter of the conversations, two turns at most, of 8 tokens at most."""
+        part = self.shape[: max(1, len(self.shape) // 4)]
+        return Workload([[(given, min(new, 8)) for given, new in turns[:2]] for turns in part], self.group)
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
@@ -86,10 +87,10 @@ def workloads(quick: bool) -> dict[str, Workload]:
         return [(tokens // part, rng.randint(16, 48) // part) for tokens in given]
 
     return {
-        "fixed": Workload([[(64 // part, 64 // part)]] * (64 // part)),
-        "ragged": Workload([[(64 // part, rng.randint(16, 256) // part**2)] for _ in range(128 // part**2)]),
-        "multiturn": Workload([agent() for _ in range(32 // part**2)]),
-        "shared_prompt": Workload([[(512 // part**2, 64 // part**2)]] * (64 // part), group=8),
+        "fixed": Workload([[(64 // part, 64 // part**2)]] * (64 // part)),
+        "ragged": Workload([[(64 // part, rng.randint(16, 256) // part**2)] for _ in range(128 // part**3)]),
+        "multiturn": Workload([agent() for _ in range(16 // part**2)]),
+        "shared_prompt": Workload([[(512 // part**2, 64 // part**2)]] * (64 // part**2), group=8),
     }
 
 
@@ -100,10 +101,10 @@ def compare(name: str, work: Workload, arms: Sequence[Worker], *, vocab: int, ro
         conversations = (work if number else work.short()).filled(vocab, number)
         for arm in tuple(running):
             try:
-                if number == 0:
-                    arm("setup", conversations=work.filled(vocab, number))
+                if number == 0 and (said := arm("setup", conversations=work.filled(vocab, number))):
+                    print(said)
                 found = arm("run", conversations=conversations)
-                if name == "fixed" and arm.name == "engine":
+                if number and (name, arm.name) == ("fixed", "engine"):
                     found["floor"] = arm("floor", conversations=conversations)
             except ArmFailed as reason:
                 if arm.name == "engine":
@@ -162,14 +163,13 @@ def start(arm: str, folder: Path, dtype: str, python: str) -> Worker:
     return Worker(arm, [python, str(HERE / "vllm_peer.py"), str(folder), dtype], env)
 
 
-def logprob_gap(folder: Path, dtype: str, conversations: Sequence[Conversation]) -> float | None:
+def logprob_gap(engine: Worker, conversations: Sequence[Conversation]) -> float | None:
     """The engine's to the learner's; None, with the reason, when it can't be measured."""
-    with closing(start("engine", folder, dtype, sys.executable)) as arm:
-        try:
-            return float(arm("logprob_gap", conversations=conversations))
-        except ArmFailed as reason:
-            print(f"the gap in {dtype} could not be measured: {reason}")
-            return None
+    try:
+        return float(engine("logprob_gap", conversations=conversations))
+    except ArmFailed as reason:
+        print(f"a gap could not be measured: {reason}")
+        return None
 
 
 def model_folder(spec: str, empty: Path) -> Path:
@@ -212,19 +212,23 @@ def main() -> int:
             print(f"{describe_machine()}\n{args.model}, {dtype}", flush=True)
             if not args.peer:
                 print(f"vllm: not asked for (--peer vllm); {INSTALL_VLLM}")
-            pythons = dict.fromkeys(("hf", "engine", "continuous_batching", "int8"), sys.executable)
+            pythons = dict.fromkeys(("hf", "engine", "int8"), sys.executable)
+            if not args.quick:  # the slowest of all on a CPU
+                pythons["continuous_batching"] = sys.executable
             pythons |= {args.peer: args.vllm_python} if args.peer else {}
             arms = [stack.enter_context(closing(start(arm, folder, dtype, path))) for arm, path in pythons.items()]
             for name, work in works.items():
-                # int8 has one figure, and transformers' continuous batching is slow on a CPU.
-                left_out = set() if name == "fixed" else {"int8", "continuous_batching"} if args.quick else {"int8"}
-                chosen = [arm for arm in arms if arm.name not in left_out]
+                chosen = [arm for arm in arms if name == "fixed" or arm.name != "int8"]  # int8 has one figure
                 compare(name, work, chosen, vocab=vocab, rounds=2 if args.quick else 3, results=results)
         except (UpswingError, ArmFailed) as error:
             return cannot_run(str(error))
-        sampled = workloads(args.quick)["fixed"].filled(vocab, 1)[: 8 if args.quick else None]
+        engines = {dtype: next(arm for arm in arms if arm.name == "engine")}
+        gaps: dict[str, float | None] = {}
         # In bf16 of fewer: a CPU that doesn't compute in it takes ten times as long.
-        gaps = {kind: logprob_gap(folder, kind, sampled[:rows]) for kind, rows in (("float32", 64), ("bfloat16", 16))}
+        for kind, rows in (("float32", 64), ("bfloat16", 16)):
+            sampled = workloads(args.quick)["fixed"].filled(vocab, 1)[: rows // (4 if args.quick else 1)]
+            engine = engines.get(kind) or stack.enter_context(closing(start("engine", folder, kind, sys.executable)))
+            gaps[kind] = logprob_gap(engine, sampled)
     return finish("rollout", args.quick, figures(results, works, gaps))
 
 

@@ -92,8 +92,16 @@ def test_peak_memory_is_of_what_runs_inside():
 
 
 def test_an_arm_says_why_it_failed():
-    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import arms\nclass A:\n def f(self, x): print('noise'); "
-    arm = Worker("a", [sys.executable, "-c", code + "return 1 / x\narms.serve(A())"], {})
+    code = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+import arms
+class A:
+    def __init__(self, name): print("noise")
+    def f(self, x): print("noise"); return 1 / x
+arms.serve(A, "name")
+"""
+    arm = Worker("a", [sys.executable, "-c", code], {})
     assert arm("f", x=4) == 0.25
     with pytest.raises(ArmFailed, match="ZeroDivisionError: division by zero"):
         arm("f", x=0)
