@@ -1,5 +1,6 @@
 import copy
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def oracle(tiny: LoadedModel) -> PreTrainedModel:
 async def make_engine(tiny: LoadedModel) -> AsyncIterator[MakeEngine]:
     made: list[TorchEngine] = []
 
-    def make(model: PreTrainedModel | None = None, **options: object) -> TorchEngine:
+    def make(model: PreTrainedModel | None = None, **options: Any) -> TorchEngine:
         engine = TorchEngine.from_model(
             model or tiny.model, tokenizer=tiny.tokenizer, dtype=torch.float32, device="cpu", **options
         )

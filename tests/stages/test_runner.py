@@ -34,3 +34,14 @@ def test_a_run_is_resumed_with_its_own_recipe_only(tmp_path: Path) -> None:
     (out / RECIPE).write_text(recipe({}).dump())
     with pytest.raises(ConfigError, match=r"differs from that of .* in stages.0.lr \(0.001 there, 0.01 now\)"):
         run_recipe(recipe({"lr": 0.01}), out, resume=True, log=Progress(quiet=True))
+
+
+def test_a_cache_too_small_for_one_trajectory_is_refused_before_anything_is_played(tmp_path: Path) -> None:
+    small = recipe({})
+    small = small.model_copy(
+        update={"engine": small.engine.model_copy(update={"kv_memory_gb": 1e-5, "dtype": "float32"})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"limits.context_tokens: got \d+, above the 19 that kv_memory_gb 1e-05 holds"
+    ):
+        run_recipe(small, tmp_path / "run", log=Progress(quiet=True))
