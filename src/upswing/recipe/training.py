@@ -22,8 +22,10 @@ class TrainStage(Section):
     schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
     weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
     grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
-    max_tokens_per_pack: Count = Field(
-        default=4096, description="Tokens a packed forward may hold (a row or pair is never cut); bounds memory."
+    max_tokens_per_pack: Count | None = Field(
+        default=None,
+        description="Tokens a packed forward may hold (a row or pair is never cut); bounds memory. null: 1024 on a "
+        "CPU, 8192 on a GPU.",
     )
     gradient_checkpointing: GradientCheckpointing = False
     lora: Lora = None

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from upswing.engine.base import Sampling
 from upswing.engine.torch import TorchEngine
 from upswing.envs.base import Environment
 from upswing.learn.lora import add_lora
-from upswing.models.load import LoadedModel, load_model
+from upswing.models.load import load_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import Recipe
@@ -97,7 +97,7 @@ class RunContext:
     recipe: Recipe
     out: Path
     progress: Progress
-    loaded: LoadedModel
+    tokenizer: PreTrainedTokenizerBase
     engine: TorchEngine
     rollouts: Rollouts
     rubric: Rubric

@@ -56,7 +56,7 @@ class DistillMethod:
         known = name in _stages(context.recipe, index)
         teacher = load_model(str(context.checkpoint(name) or context.recipe.model) if known else name)
         self.teacher = teacher.model.requires_grad_(False)
-        check_same_vocabulary(context.loaded.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
+        check_same_vocabulary(context.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
         # The teacher is the learner's reference: it is run on the same rows in the same way.
         self.learner = Learner(
             context.adapted(student, stage),

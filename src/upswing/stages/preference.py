@@ -63,7 +63,7 @@ async def run_preference(context: RunContext, stage: PreferenceStage, index: int
     held = _Data.of(learner, held_pairs, stage.loss)
     context.note(f"{stage.name}: {len(training_pairs)} pairs to train on, {len(held_pairs)} held out")
     facts = _train(context, stage, learner, training, held, total)
-    learner.save(context.out / "checkpoints" / stage.name / FINAL, tokenizer=context.loaded.tokenizer)
+    learner.save(context.out / "checkpoints" / stage.name / FINAL, tokenizer=context.tokenizer)
     return {"pairs": len(training_pairs), **facts}
 
 

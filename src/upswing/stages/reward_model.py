@@ -44,7 +44,7 @@ async def run_reward_model(context: RunContext, stage: RewardModelStage, index: 
     after = _train(context, stage, model, training, held, total) or before
     seconds = round(time.perf_counter() - started, 1)
     _report(context, stage, before, after, total)
-    model.save(context.out / "checkpoints" / stage.name / FINAL, tokenizer=context.loaded.tokenizer)
+    model.save(context.out / "checkpoints" / stage.name / FINAL, tokenizer=context.tokenizer)
     facts = {"pairs": len(training), "steps": total, "train_s": seconds}
     return {**facts, "held_out": {"before": before, "after": after}}
 

@@ -81,7 +81,7 @@ async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int)
             if not training.updating:
                 _save(context, stage, training)
             raise
-    training.learner.save(training.folder / FINAL, tokenizer=context.loaded.tokenizer)
+    training.learner.save(training.folder / FINAL, tokenizer=context.tokenizer)
     return {"steps": training.step, "train_s": round(training.train_s, 1)}
 
 
@@ -268,7 +268,7 @@ def _save(context: RunContext, stage: RlStage | DistillStage, training: _Trainin
     path = training.folder / MODEL_OF_STEP.format(training.step)
     if training.method.critic is not None:  # first, so that a policy never stands without it
         training.method.critic.save(_critic(path))
-    training.learner.save(path, tokenizer=context.loaded.tokenizer)
+    training.learner.save(path, tokenizer=context.tokenizer)
     training.saved = training.step
     for old in sorted(training.folder.glob("step-??????"))[: -stage.keep_checkpoints]:
         shutil.rmtree(old)

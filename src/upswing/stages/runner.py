@@ -163,7 +163,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         recipe=recipe,
         out=out,
         progress=log,
-        loaded=loaded,
+        tokenizer=loaded.tokenizer,
         engine=engine,
         rollouts=rollouts,
         make_env=world.make_env,

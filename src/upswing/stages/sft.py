@@ -56,7 +56,7 @@ async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str,
         context.metrics.append(stage.name, 0, {"validation_loss": training.losses[-1]})
     await _train(context, stage, training)
     folder = context.out / "checkpoints" / stage.name / FINAL
-    training.learner.save(folder, tokenizer=context.loaded.tokenizer)
+    training.learner.save(folder, tokenizer=context.tokenizer)
     facts: dict[str, Any] = {"steps": training.step, "train_s": round(training.trained_s, 1)}
     if training.verdict:
         facts["graduation"] = training.verdict.as_dict()
