@@ -89,10 +89,10 @@ class EngineArm(Arm):
         rows, new = len(conversations), conversations[0][0][1]
         num_prompt = sum(len(turns[0][0]) for turns in conversations)
         chunk: int = min(self.engine.prefill_chunk, num_prompt)
-        prompts = self._products([linear for linear in linears if linear is not head], chunk) * num_prompt / chunk
+        prompts = self._products([m for m in linears if m is not head], chunk, 1) * num_prompt / chunk
         return prompts + self._products([head], rows) + self._products(linears, rows) * (new - 1)
 
-    def _products(self, linears: Sequence[Any], rows: int) -> float:
+    def _products(self, linears: Sequence[Any], rows: int, repeats: int = 3) -> float:
         """Seconds for `rows` rows through all of them: in the engine's own form or `nn.Linear`'s, the faster counts."""
         inputs = {m.in_features: torch.randn(rows, m.in_features, dtype=self.dtype) for m in linears}
 
@@ -105,7 +105,8 @@ class EngineArm(Arm):
         def plain(linear: Any, rows_BH: torch.Tensor) -> torch.Tensor:
             return F.linear(rows_BH, linear.weight, linear.bias)
 
-        return min(statistics.median([seconds(form) for _ in range(3)]) for form in (torch.nn.Linear.__call__, plain))
+        forms = (torch.nn.Linear.__call__, plain)
+        return min(statistics.median([seconds(form) for _ in range(repeats)]) for form in forms)
 
 
 class HFArm(Arm):

@@ -156,8 +156,7 @@ def start(arm: str, folder: Path, dtype: str, python: str) -> Worker:
     if arm != "vllm":
         return Worker(arm, [python, str(HERE / "peers.py"), arm, str(folder), dtype], env)
     env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")
-    if threads != os.cpu_count():  # else it binds a thread to each core, which is its fastest
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # as the others are; its default leaves a core to its scheduler
     for library in Path(python).parent.parent.glob("lib/libiomp5.so"):  # as its manual advises
         env["LD_PRELOAD"] = str(library)
     return Worker(arm, [python, str(HERE / "vllm_peer.py"), str(folder), dtype], env)

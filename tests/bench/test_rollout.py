@@ -74,7 +74,7 @@ def test_the_floor_counts_every_product_once_and_the_gap_is_small(folder, monkey
     assert arm.logprob_gap(conversations) < 1e-5
     assert arm.run(conversations)["peak_mb"] > 100
     assert arm.floor(conversations) > 0
-    monkeypatch.setattr(arm, "_products", lambda linears, rows: rows * sum(m.weight.numel() for m in linears))
+    monkeypatch.setattr(arm, "_products", lambda linears, rows, *_: rows * sum(m.weight.numel() for m in linears))
     # Two layers: q and o 64 x 64, k and v 64 x 32, three of 64 x 192. The head sees each prompt's last token only.
     layers, head = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192), 64 * 928
     assert arm.floor(conversations) == layers * 4 * (16 + 7) + head * 4 * 8
