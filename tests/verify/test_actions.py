@@ -126,6 +126,7 @@ async def test_a_task_that_doing_nothing_passes_is_marked(episode):
         ([record("search", {"query": "x"}, "Parisian, doc_12")], {}, 0),
         ([record("search", {"query": "Paris doc_1"}, "nothing found for Paris doc_1")], {}, 0),  # echoed
         ([record("search", {"query": "Paris"}, "Paris: see doc_1")], {}, 0.5),
+        ([record("remember", {"text": "Paris"}, "ok"), record("recall", {"key": "capital"}, "Paris doc_1")], {}, 0.5),
         ([record("search", {"query": "x"}, "Paris doc_1", ok=False)], {}, 0),
         ([record("shell", {"run": "x"}, "Paris doc_1")], {"tools": ["search"]}, 0),
         ([], {}, 0),
@@ -144,6 +145,7 @@ async def test_evidence_counts_where_a_tool_brought_it(episode, records, args, s
     [
         ("tool_calls", {}),
         ("tool_calls", {"calls": "f"}),
+        ("tool_calls", {"calls": ""}),
         ("tool_calls", {"calls": ["f"]}),
         ("state", {}),
         ("state", {"final_state": {}}),
@@ -171,6 +173,9 @@ async def test_length_falls_in_a_straight_line(episode, written, score):
     assert await judged("length_penalty", {"free": 50, "limit": 100}, one) == pytest.approx(score)
     example = episode(messages=spoken("an example of the prompt's", "x" * written), num_turns=1)
     assert await judged("length_penalty", {"free": 50, "limit": 100}, example) == pytest.approx(score)
+    task = Task(id="t", messages=spoken("an example of the task's"))  # its conversation was rewritten twice
+    rewritten = episode(task=task, messages=spoken("an example of the task's", "x" * written), num_turns=3)
+    assert await judged("length_penalty", {"free": 50, "limit": 100}, rewritten) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,10 @@ from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.trajectory.conversation import Conversation
 from upswing.trajectory.render import ChatRenderer
+from upswing.trajectory.store import plain
 from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
 from upswing.trajectory.validate import STOP_REASONS, validate
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.deadline import call_env
 
 
 class Speaker(Protocol):
@@ -84,20 +84,6 @@ class ExpertSpeaker:
 
     def release(self) -> None:
         return None
-
-
-async def call_env(method: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-    """Call a plain or async environment method; plain ones run in a thread so that they never block the others.
-
-    Raises EnvironmentBroken when it takes longer than `timeout_s` or tries to end the process; whatever else it raises
-    is passed on.
-    """
-    try:
-        return await call_with_deadline(functools.partial(method, *args), {}, timeout_s)
-    except DeadlineExceeded as error:
-        raise EnvironmentBroken(f"{method.__qualname__} took longer than {timeout_s:g} s") from error
-    except (SystemExit, GeneratorExit) as error:
-        raise EnvironmentBroken(f"{method.__qualname__} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(kw_only=True)
@@ -227,7 +213,7 @@ async def play(
         env = make_env()
         async with deadline:
             await game.run(env, renderer, end_tokens)
-        game.state = dict(env.state())
+        game.state = plain(dict(env.state()), "state")  # what can't be stored is this trajectory's end, not the run's
     except Exception as problem:
         # Only the rollout's own deadline truncates, and only what had begun; any other timeout is somebody's fault.
         if isinstance(problem, TimeoutError) and deadline.expired() and game.turns:

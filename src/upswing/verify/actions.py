@@ -40,7 +40,11 @@ class ToolCalls:
 
     def __call__(self, data: Mapping[str, Any], tool_records: Sequence[ToolRecord]) -> float | Score:
         wanted = data.get("calls")
-        if not isinstance(wanted, Sequence) or not all(isinstance(one, Mapping) and "name" in one for one in wanted):
+        if (
+            isinstance(wanted, str)
+            or not isinstance(wanted, Sequence)
+            or not all(isinstance(one, Mapping) and "name" in one for one in wanted)
+        ):
             return unscored("the task's data has no 'calls', a list of {name, arguments}")
         low, high = (self.low, self.high) if self.partial else (0.0, 1.0)
         made = [(record.call.name, record.call.arguments) for record in tool_records]
@@ -127,8 +131,8 @@ class State:
 class RetrievalHit:
     """The share of `data['evidence']` (texts or ids) that stands, as whole words, in a result of the agent's tools.
 
-    Case and spaces don't count. A result says nothing when its call failed, or when the call itself held the evidence:
-    many tools repeat what they were asked. `tools`: only results of these.
+    Case and spaces don't count. A result says nothing when its call failed, or when this call or an earlier one held
+    the evidence: many tools repeat what they were told. `tools`: only results of these.
     """
 
     tools: Sequence[str] = ()
@@ -141,11 +145,11 @@ class RetrievalHit:
         evidence = [_plain(str(one)) for one in ([given] if isinstance(given, str) else given or ())]
         if not all(evidence) or not evidence:
             return unscored("the task's data has no 'evidence', a list of texts")
-        found = [
-            (_plain(record.result), _plain(" ".join(map(str, record.call.arguments.values()))))
-            for record in tool_records
-            if record.ok and (not self.tools or record.call.name in self.tools)
-        ]
+        found, asked = list[tuple[str, str]](), ""
+        for record in tool_records:
+            asked += "\n" + _plain(" ".join(map(str, record.call.arguments.values())))
+            if record.ok and (not self.tools or record.call.name in self.tools):
+                found.append((_plain(record.result), asked))
         hits = [any(_holds(result, one) and not _holds(asked, one) for result, asked in found) for one in evidence]
         return sum(hits) / len(hits)
 

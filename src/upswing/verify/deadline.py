@@ -12,10 +12,13 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
+
+from upswing.errors import EnvironmentBroken
 
 MAX_PER_FUNCTION = 128
 """Threads of one function that may be running or stuck at the same time."""
@@ -99,6 +102,20 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     if inspect.iscoroutine(result):  # a plain function that hands back a coroutine, such as a lambda around one
         return await _run_coroutine(result, max(deadline - asyncio.get_running_loop().time(), 0.0))
     return result
+
+
+async def call_env(method: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+    """Call a plain or async environment method; plain ones run in a thread so that they never block the others.
+
+    Raises EnvironmentBroken when it takes longer than `timeout_s` or tries to end the process; whatever else it raises
+    is passed on.
+    """
+    try:
+        return await call_with_deadline(functools.partial(method, *args), {}, timeout_s)
+    except DeadlineExceeded as error:
+        raise EnvironmentBroken(f"{method.__qualname__} took longer than {timeout_s:g} s") from error
+    except (SystemExit, GeneratorExit) as error:
+        raise EnvironmentBroken(f"{method.__qualname__} raised {type(error).__name__}: {error}") from error
 
 
 def _unwrap(result: _Result) -> Any:

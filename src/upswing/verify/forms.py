@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from upswing.errors import ConfigError
@@ -16,7 +17,7 @@ from upswing.verify.text import Reader, TimedReader, accepted, unscored
 from upswing.verify.worker import Workers
 
 _LEAD = re.compile(r"(?:the\s+)?(?:(?:correct|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s+", re.IGNORECASE)
-_LETTER = re.compile(r"\(?([A-Za-z])(?:\)|\b)[.:]?(?:\s+(.+))?", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Za-z0-9])(?:\)|\b)[.:]?(?:\s+(.+))?", re.DOTALL)
 _matches = Workers("upswing.verify.forms:matches")
 _fits = Workers("upswing.verify.forms:fits_schema")
 
@@ -37,15 +38,17 @@ class Choice(Reader):
 
 
 def _letter(text: str, choices: Mapping[str, str]) -> str | None:
-    """A single letter is a letter, also where it is some choice's text."""
+    """A single letter or digit that labels a choice is that label, also where it is some choice's text."""
     text = text.strip().strip("*")
     text = text[lead.end() :] if (lead := _LEAD.match(text)) else text
+    if not _key(text):
+        return None
     found = _LETTER.fullmatch(text)
     letter = found.group(1).upper() if found else ""
-    if found and not found.group(2):
-        return letter if letter in choices or not choices else None
+    if found and not found.group(2) and (letter in choices or not choices and letter.isalpha()):
+        return letter
     named = next((letter for letter, choice in choices.items() if choice == _key(text)), None)
-    return letter if found and not named and choices.get(letter) == _key(found.group(2)) else named
+    return letter if found and not named and choices.get(letter) == _key(found.group(2) or "") else named
 
 
 def _key(text: str) -> str:
@@ -70,7 +73,7 @@ class Regex(TimedReader):
         if not isinstance(pattern, str):
             return unscored("there is no pattern: neither the argument nor the task's data['pattern']")
         said = self.read(answer)
-        return float(_matches.call(self.timeout_s, pattern=pattern, text=said)) if said else 0.0
+        return _matches.judge(self.timeout_s, pattern=pattern, text=said) if said else 0.0
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -100,14 +103,16 @@ class JsonSchema(TimedReader):
         schema = data.get("schema") if self.schema is None else self.schema
         if schema is None:
             return unscored("there is no schema: neither the argument nor the task's data['schema']")
-        return float(_fits.call(self.timeout_s, schema=schema, text=self.read(answer)))
+        return _fits.judge(self.timeout_s, schema=schema, text=self.read(answer))
 
 
 def fits_schema(schema: Any, text: str) -> bool:
     """Runs in the worker."""
-    validator = _validator(schema)
+    # Decimals: 0.3 is a multiple of 0.1.
+    validator = _validator(json.loads(json.dumps(schema), parse_float=_decimal))
     try:
-        document = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_no_doubles)
+        document = json.loads(text, parse_constant=_refuse, parse_float=_decimal, object_pairs_hook=_no_doubles)
+        json.dumps(json.loads(text), ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         return False
     return bool(validator.is_valid(document))
@@ -127,8 +132,9 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
-    return float(text) if abs(float(text)) != float("inf") else _refuse(text)
+def _decimal(text: str) -> Any:
+    value = Decimal(text) if abs(float(text)) != float("inf") else _refuse(text)
+    return int(value) if value == value.to_integral_value() else value
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
@@ -15,6 +17,7 @@ from upswing.trajectory.types import Score
 from upswing.verify import actions, forms, maths, numeric, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.worker import MAX_WORKERS
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
 WHOLE = "episode"
@@ -39,7 +42,9 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {
     "call_penalty": penalties.CallPenalty,
 }
 WAITING = (maths.Math, forms.JsonSchema, forms.Regex)
-"""Built-in ones that wait for a worker; the others are quick and are called where they are."""
+"""Built-in ones that ask a worker, which keeps their time itself: none is on the clock while it waits for its turn.
+The others are quick and are called where they are."""
+_WAITERS = ThreadPoolExecutor(MAX_WORKERS, "upswing-waiter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,9 @@ class Verifier:
         try:
             if self.inline:
                 return to_score(self.function(**kwargs))
+            if isinstance(self.function, WAITING):
+                call = functools.partial(self.function, **kwargs)
+                return to_score(await asyncio.get_running_loop().run_in_executor(_WAITERS, call))
             return to_score(await call_with_deadline(self.function, kwargs, self.timeout_s))
         except DeadlineExceeded as error:
             return Score(value=None, reason=f"took longer than {self.timeout_s:g} s ({error})")

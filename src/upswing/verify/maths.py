@@ -24,7 +24,8 @@ MAX_CHARS = 1000
 """A longer text is no final answer."""
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _REPAIRS = (
-    (re.compile(r"(?<=[0-9])(?:\\[,! ;]|\{,\})(?=[0-9]{3})"), ""),
+    (re.compile(r"(?<=[0-9])(?:\\[,! ;]|\{,\})(?=[0-9]{3}(?![0-9]))"), ""),
+    (re.compile(r"\\[,;:!> ]|~|\{\}|\\(?:q?quad|thinspace|enspace)(?![A-Za-z])"), " "),
     (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
     (re.compile(r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|ln|log|exp)(?![A-Za-z])"), r"\\\1"),
     (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -48,17 +49,22 @@ class Math(TimedReader):
     def __call__(self, answer: str | None, gold: Sequence[str]) -> float | Score:
         golds = accepted(gold)
         # Asked even without an answer: a gold that can't be read must not look like a wrong answer.
-        value = _workers.call(self.timeout_s, gold=golds, said=self.read(answer))
-        return unscored(f"no accepted answer is mathematics: {golds!r:.200}") if value is None else float(value)
+        value = _workers.judge(self.timeout_s, "".join(golds[:1]), gold=golds, text=self.read(answer))
+        return unscored(f"no accepted answer is mathematics: {golds!r:.200}") if value is None else value
 
 
-def equivalent(gold: list[str], said: str) -> bool | None:
-    """Runs in the worker. None when no accepted answer can be read."""
+def equivalent(gold: list[str], text: str) -> bool | None:
+    """Runs in the worker. None when no accepted answer can be read; what SymPy can't compare isn't equal."""
     golds = [found for found in map(parse, gold) if found is not None]
     if not golds:
         return None
-    answer = parse(said)
-    return answer is not None and any(same(one, answer) for one in golds)
+    answer = parse(text)
+    try:
+        return answer is not None and any(same(one, answer) for one in golds)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return False
 
 
 def warm_up() -> None:

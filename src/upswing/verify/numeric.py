@@ -33,7 +33,7 @@ UNITS: Mapping[str, str] = {
 """Unit -> how many of which base unit. Any other text after a number is a base unit of its own."""
 MAX_CHARS = 200
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*|0)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>[$€£¥]?)"
@@ -151,7 +151,7 @@ def countdown(answer: str | None, data: Mapping[str, Any]) -> float | Score:
     if not data.get("numbers") or data.get("target") is None:
         return unscored("the task's data has no 'numbers' and 'target'")
     text = (read_answer(answer) or "").translate({ord("×"): "*", ord("÷"): "/", ord("−"): "-"})
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_CHARS or not re.fullmatch(r"[0-9+\-*/()\s]+", text):
         return 0.0
     used: Counter[Fraction] = Counter()
     try:

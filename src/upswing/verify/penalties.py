@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from upswing.errors import ConfigError
-from upswing.trajectory.types import Message, ToolRecord
+from upswing.trajectory.types import Message, Task, ToolRecord
 from upswing.verify.text import check_number
 
 
-def written(messages: Sequence[Message], num_turns: int) -> list[str]:
-    """What the agent wrote, turn by turn, reasoning included; a prompt's example turns are not its own."""
-    texts = [message.content for message in messages if message.role == "assistant"]
+def written(messages: Sequence[Message], task: Task, num_turns: int) -> list[str]:
+    """What the agent wrote, turn by turn, reasoning included; a prompt's example turns are not its own. Where the
+    environment rewrote the conversation, only what the last one holds."""
+    shown, texts = ([m.content for m in some if m.role == "assistant"] for some in (task.messages, messages))
+    texts = texts[len(shown) :] if texts[: len(shown)] == shown else texts
     return texts[-num_turns:] if num_turns else []
 
 
@@ -38,8 +40,8 @@ class LengthPenalty(_Over):
     """Of the characters that the agent wrote: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), counted in
     characters, as an Episode has no tokens."""
 
-    def __call__(self, messages: Sequence[Message], num_turns: int) -> float:
-        return self.penalty(sum(map(len, written(messages, num_turns))))
+    def __call__(self, messages: Sequence[Message], task: Task, num_turns: int) -> float:
+        return self.penalty(sum(map(len, written(messages, task, num_turns))))
 
 
 class CallPenalty(_Over):
@@ -59,9 +61,9 @@ class RepetitionPenalty:
     def __post_init__(self) -> None:
         check_number("ngram", self.ngram, 1, kind=int)
 
-    def __call__(self, messages: Sequence[Message], num_turns: int) -> float:
+    def __call__(self, messages: Sequence[Message], task: Task, num_turns: int) -> float:
         grams: list[Any] = []
-        for text in written(messages, num_turns):
+        for text in written(messages, task, num_turns):
             words = text.lower().split()
             grams += zip(*(words[start:] for start in range(self.ngram)), strict=False)
         return len(set(grams)) / len(grams) - 1 if grams else 0.0

@@ -17,10 +17,16 @@ import sys
 import threading
 from typing import Any
 
+from upswing.trajectory.types import Score
+
 MAX_WORKERS = min(4, os.cpu_count() or 1)
 """Of one function; further calls wait."""
 MEMORY_BYTES = 2 << 30
 """Address space of one worker."""
+
+
+class Overrun(RuntimeError):
+    """A call took more time or memory than it may."""
 
 
 class Workers:
@@ -33,8 +39,9 @@ class Workers:
         self._idle: list[subprocess.Popen[str]] = []
 
     def call(self, timeout_s: float, **kwargs: Any) -> Any:
-        """What the function returns. Raises TimeoutError after `timeout_s` seconds of work (waiting for a worker and
-        starting one take nothing off them), RuntimeError for what it raised or when its process died."""
+        """What the function returns. Raises Overrun after `timeout_s` seconds of work (waiting for a worker and
+        starting one take nothing off them), without memory or when its process died; RuntimeError for what it raised.
+        """
         with self._gate:
             process, kept = self._take(), False
             try:
@@ -46,6 +53,15 @@ class Workers:
                 if not kept:
                     process.kill()
                     process.communicate()
+
+    def judge(self, timeout_s: float, harmless: str = "", **kwargs: Any) -> Any:
+        """What `call` returns. An answer, `text`, that takes too much is a Score of 0: to go unjudged must not be the
+        agent's choice. Raises Overrun when a `harmless` answer takes too much as well: that is the task's fault."""
+        try:
+            return self.call(timeout_s, **kwargs)
+        except Overrun as error:
+            blank = self.call(timeout_s, **{**kwargs, "text": harmless})
+            return None if blank is None else Score(value=0.0, reason=str(error))
 
     def _take(self) -> subprocess.Popen[str]:
         while self._idle:
@@ -72,11 +88,11 @@ def _ask(process: subprocess.Popen[str], timeout_s: float, kwargs: dict[str, Any
         line = ""
     if not line:
         if process.wait() == -signal.SIGALRM:
-            raise TimeoutError(f"no verdict within {timeout_s:g} s")
-        raise RuntimeError(f"the checking process died (exit code {process.returncode})")
+            raise Overrun(f"no verdict within {timeout_s:g} s")
+        raise Overrun(f"the checking process died (exit code {process.returncode})")
     value, error = json.loads(line)
     if error is not None:
-        raise RuntimeError(error)
+        raise (Overrun if error.startswith(("MemoryError", "RecursionError")) else RuntimeError)(error)
     return value
 
 
