@@ -4,7 +4,7 @@
 
 A step is sampling, tools, rewards, advantages, one AdamW update and the new weights in place: the `rl` stage of a
 recipe against `GRPOTrainer.train`, both with the gate of `bench/trl_peer.py` around each step. SmolLM2-135M, 8 prompts
-x 8 samples (`--quick`: 1 x 4), the same prompts, chat template (Qwen2.5's, which TRL can parse calls of), number
+x 8 samples (`--quick`: 1 x 2), the same prompts, chat template (Qwen2.5's, which TRL can parse calls of), number
 format, learning rate and gradient clipping, no KL. `single_vs_trl`: 64 new tokens a sample. `multiturn_vs_trl`: three
 calls of a tool whose results have about 60 tokens, then an answer; TRL calls it by its own `tools=`.
 
@@ -256,8 +256,8 @@ def main() -> int:
         return 0
     if not has_trl():
         return cannot_run(MISSING)
-    prompts, samples = (1, 4) if args.quick else (8, 8)
-    rounds = {"single": 2, "multiturn": 1} if args.quick else {"single": 3, "multiturn": 2}
+    prompts, samples = (1, 2) if args.quick else (8, 8)
+    rounds = {"single": 1, "multiturn": 1} if args.quick else {"single": 3, "multiturn": 2}
     print(describe_machine(("upswing", "trl", "torch", "transformers")))
     print(f"{args.model}, {prompts} prompts x {samples} samples, TRL trains on {args.trl_micro_batch} rows at once")
     figures: dict[str, Figure] = {}
