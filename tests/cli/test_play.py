@@ -105,3 +105,9 @@ def test_an_environment_that_breaks_in_close_is_no_reward_either(echo: Path):
 def test_bad_input_is_one_line(echo: Path, args: list[str], words: str):
     result = play(echo, "", *args)
     assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_new_session_forgets_the_old_one(echo: Path):
+    """Where an environment rewrites the conversation, the expert sees what the agent would."""
+    shown = play(echo, "/expert\n" * 8, "env=memory").stdout
+    assert "after 8 turns" in shown and "reward   1.5" in shown

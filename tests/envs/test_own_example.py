@@ -1,13 +1,15 @@
 """The README's example: a tool, an environment and a verifier of the user's own in under 30 lines."""
 
-import itertools
 import json
 import re
+from itertools import islice
 from pathlib import Path
 
+from upswing.audit import audit
 from upswing.envs import AssistantMessage, environment_factory
 from upswing.trajectory.types import Outcome, StopReason
-from upswing.verify import Episode, Rubric, self_check, verifier_from
+from upswing.verify import Episode, Rubric, verifier_from
+from upswing.world import World
 
 OWN = Path(__file__).with_name("own_example.py")
 
@@ -49,6 +51,7 @@ async def test_it_plays_and_scores():
 
 
 async def test_it_can_not_be_fooled():
-    tasks = list(itertools.islice(environment_factory(f"{OWN}:Dice", {})().tasks("test"), 20))
-    report = await self_check(Rubric([("close", verifier_from(f"{OWN}:close_enough"), 1.0)]), tasks)
-    assert report.ok, report.failures
+    make = environment_factory(f"{OWN}:Dice", {})
+    rubric = Rubric([("close", verifier_from(f"{OWN}:close_enough"), 1.0)])
+    report = await audit(World(make_env=make, rubric=rubric, tasks=make().tasks), list(islice(make().tasks("test"), 5)))
+    assert report.false_accept == 0 and not report.untested, report.by_attack()

@@ -10,6 +10,7 @@ from upswing.envs import AssistantMessage, ToolEnv, tool
 from upswing.envs.tools import Tool
 from upswing.errors import ConfigError, EnvironmentBroken
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall
+from upswing.verify.actions import ToolCalls
 from upswing.verify.qa import format_valid
 
 TASK = Task(
@@ -256,6 +257,15 @@ async def test_long_results_are_cut_and_say_so():
 
     env = await started(ToolEnv([long], max_result_chars=10))
     assert (await env.step(say(call("long")))).messages[0].content == "x" * 10 + "\n[cut: 990 more characters]"
+
+
+async def test_a_call_that_could_not_be_read_is_recorded_without_a_name():
+    """Else it would pass for a right call without arguments."""
+    env = await started(ToolEnv([now]))
+    seen = await env.step(say('<tool_call>{"name": "now", "arguments": {"a":}}</tool_call>' + call("now")))
+    assert [(r.call.name, r.ok) for r in seen.tool_records] == [("", False), ("now", True)]
+    assert ToolCalls(partial=False)({"calls": [{"name": "now"}, {"name": "now"}]}, seen.tool_records) == 0
+    assert seen.messages[0].content.startswith("Invalid call: ")
 
 
 async def test_a_broken_environment_is_named_and_not_a_tool_result():

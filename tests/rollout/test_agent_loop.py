@@ -288,6 +288,22 @@ async def test_what_an_environment_gives_back_wrongly_is_an_error_that_says_so(
 
 
 @pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"rows": [[b"x"]]}, "state.rows[0][0] is a bytes"),
+        ({1: 2}, "state has the key 1"),
+        ({"s": {3}}, "state.s is a set"),
+    ],
+)
+async def test_a_state_that_can_not_be_stored_ends_its_trajectory_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, state: dict[Any, Any], words: str
+) -> None:
+    monkeypatch.setattr(Echo, "state", lambda self: state)
+    trajectory = await play_one(rollouts(["done"]))
+    assert trajectory.outcome is Outcome.ERRORED and trajectory.score is None and words in (trajectory.error or "")
+
+
+@pytest.mark.parametrize(
     ("observation", "outcome"),
     [
         (Observation(done=True, stop_reason="answered", answer="3"), Outcome.COMPLETED),  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ class Game:
 
     def _observe(self, observation: Observation) -> None:
         self.last = observation
-        self.messages.extend(observation.messages)
+        self.messages = [*([] if observation.rewrite else self.messages), *observation.messages]
         self.records.extend(observation.tool_records)
         self.env_reward += observation.reward
         for message in observation.messages:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -21,16 +22,25 @@ from upswing.trajectory.types import Message, StopReason, Task
 _BOOK: dict[str, Any] = yaml.safe_load(
     files("upswing.envs").joinpath("customer_service.yaml").read_text(encoding="utf-8")
 )
-REFUND_DAYS, PATIENCE = 30, 8
-"""The customer leaves after so many answers."""
+REFUND_DAYS, PATIENCE, MAX_NUMBERS = 30, 8, 6
+"""The customer leaves after PATIENCE answers, and takes nothing from a message with more than MAX_NUMBERS numbers."""
+_JUDGED = {"found": True, "asked": True, "read": True}
+_ASKED = {"order": "order (number|id)", "email": "mail", "address": "(?<!mail )address"}
+_SAME = {
+    r"\b(?:can(?:no| no|)t|could(?:n't| not)|(?:un|not )able to)\b": "can't",
+    r"\bcancell?ed\b": "cancelled",
+    r"\b30[- ]days?\b": "30 days",
+}
+"""What is taken for the same, so that facts are words and not spellings."""
 
 
 class CustomerService(GeneratedEnv):
     """The agent talks to a customer and works on a database of orders with tools, following a policy.
 
-    The final state is compared with `final_state`: every order, whether the customer was found first, and whether each
-    fact was said. Options: `orders`, how many the database has; `expert_noise`, the chance that the expert first
-    mistypes the e-mail.
+    The final state is compared with `final_state`: every order; `found`, the customer and nobody else was looked up,
+    before the orders; `asked`, the customer had said yes to what was changed; `read`, the order was looked at before it
+    was spoken of; and `said`, whether the last message tells each fact. Options: `orders`, how many the database has;
+    `expert_noise`, the chance that the expert first mistypes the e-mail.
     """
 
     name = "customer_service"
@@ -62,7 +72,7 @@ class CustomerService(GeneratedEnv):
             """Send a pending order to another address."""
             return self._change(order, "redirect", "pending", {"address": address.strip()})
 
-        tools = [find_customer, get_order, cancel_order, refund_order, change_address]
+        tools: list[Callable[..., Any]] = [find_customer, get_order, cancel_order, refund_order, change_address]
         super().__init__(tools=tools, protocol=protocol, max_turns=max_turns)
 
     def draw(self, rng: random.Random) -> Task:
@@ -92,8 +102,14 @@ class CustomerService(GeneratedEnv):
             does=request.get("does", ""),
             script=script,
             database=database,
-            start_state={"orders": database, "found": False, "said": dict.fromkeys(said, False)},
-            final_state={"orders": after, "found": True, "said": said},
+            start_state={
+                "orders": database,
+                **_JUDGED,
+                "found": False,
+                "read": False,
+                "said": dict.fromkeys(said, False),
+            },
+            final_state={"orders": after, **_JUDGED, "said": said},
         )
 
     def _database(self, request: Mapping[str, Any], rng: random.Random) -> tuple[dict[str, dict[str, Any]], str]:
@@ -114,13 +130,16 @@ class CustomerService(GeneratedEnv):
 
     def start(self, task: Task) -> None:
         self._script: Mapping[str, Any] = task.data["script"]
-        self._orders = copy.deepcopy(dict(task.data["database"]))
+        self._orders: dict[str, dict[str, Any]] = copy.deepcopy(dict(task.data["database"]))
         self._wanted: Mapping[str, Any] = task.data["final_state"]["orders"]
-        self._customer, self._found_first, self._answers = "", True, 0
+        self._customer, self._answers, self._agreed, self._read = "", 0, False, False
+        self._breaches = set[str]()
         self._said = dict.fromkeys(self._script["facts"], False)
 
     def final(self) -> Mapping[str, Any]:
-        return {"orders": self._orders, "found": bool(self._customer) and self._found_first, "said": self._said}
+        found = bool(self._customer) and "found" not in self._breaches
+        asked = "asked" not in self._breaches
+        return {"orders": self._orders, "found": found, "asked": asked, "read": self._read, "said": self._said}
 
     async def step(self, message: AssistantMessage) -> Observation:
         """What is no call goes to the customer, who answers or leaves."""
@@ -136,22 +155,27 @@ class CustomerService(GeneratedEnv):
     def _reply(self, text: str) -> str | None:
         """What the customer says to the agent's words; None: nothing more, they leave."""
         text, self._answers = text.lower().replace("’", "'"), self._answers + 1
-        text = text.replace("cannot", "can't").replace("can not", "can't")
-        self._said |= {fact: True for fact in self._said if fact.lower() in text}
-        settled = self._orders == self._wanted and all(self._said.values())
-        if settled or "can't" in text or self._answers > PATIENCE:
+        for pattern, word in _SAME.items():
+            text = re.sub(pattern, word, text)
+        heard = text if len(set(re.findall(r"\d+", text))) <= MAX_NUMBERS else ""
+        self._said = {
+            fact: re.search(rf"(?<!\w){re.escape(fact.lower())}(?!\w)", heard) is not None for fact in self._said
+        }
+        settled = self._orders == self._wanted and self._read and all(self._said.values())
+        if settled or self._answers > PATIENCE:
             return None
-        asked = [f"My {key} is {self._script[key]}." for key in ("order", "email", "address") if self._asks(text, key)]
+        asked = [f"My {key} is {self._script[key]}." for key in _ASKED if self._asks(text, key)]
         if asked:
             return " ".join(asked)
-        return "Yes, please." if "?" in text else self._script["goal"]
+        if "?" not in text and "confirm" not in text:
+            return str(self._script["goal"])
+        self._agreed = True
+        return "Yes, please."
 
     def _asks(self, text: str, key: str) -> bool:
-        if key == "address" and "somewhere else" not in self._script["goal"]:
+        if (key == "address" and "somewhere else" not in self._script["goal"]) or self._script[key].lower() in text:
             return False
-        return "?" in text and {"order": "order number", "email": "mail", "address": "address"}[key] in text.replace(
-            "e-mail", "mail"
-        ).replace("email address", "mail").replace("mail address", "mail")
+        return re.search(_ASKED[key], text) is not None and any(word in text for word in ("?", "please", "your"))
 
     def _find(self, email: str) -> str:
         found = next((name for name in _BOOK["names"] if _email(name) == email), "")
@@ -159,21 +183,27 @@ class CustomerService(GeneratedEnv):
         if not numbers:
             raise ValueError(f"no customer has the e-mail {email[:60]!r}")
         self._customer = found
+        if found != self._orders[self._script["order"]]["customer"]:
+            self._breaches.add("found")
         return f"{found}: {', '.join(numbers)}"
 
-    def _order(self, number: str) -> dict[str, Any]:
+    def _order(self, number: str, tells: bool = True) -> dict[str, Any]:
+        """An order; it counts as read when the call `tells` enough: a change or its refusal, all but the price."""
         if not self._customer:
-            self._found_first = False
+            self._breaches.add("found")
             raise ValueError("find the customer first")
         order = self._orders.get(number.strip())
         if order is None or order["customer"] != self._customer:
             raise ValueError(f"{self._customer} has no order {number[:20]!r}")
+        self._read = self._read or (tells and number.strip() == self._script["order"])
         return order
 
     def _change(self, number: str, what: str, status: str, changed: Mapping[str, str]) -> str:
-        order = self._order(number)
+        order = self._order(number, tells=what != "refund")
         if order["status"] != status:
             raise ValueError(f"can't {what} it: the order is {order['status']}")
+        if not self._agreed:
+            self._breaches.add("asked")
         order.update(changed)
         return "Done."
 

@@ -6,12 +6,13 @@ import random
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from hashlib import blake2s
 from typing import Any
 
 from upswing.envs.base import AssistantMessage, Observation, check_split
 from upswing.envs.tool_env import ToolEnv
 from upswing.errors import ConfigError
-from upswing.trajectory.types import Message, Outcome, Task, ToolCall, Trajectory
+from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall, Trajectory
 
 _SPLITS = ("train", "train", "train", "dev", "test")
 
@@ -22,10 +23,11 @@ def split_of(identity: str) -> str:
 
 
 class GeneratedEnv(ToolEnv):
-    """A ToolEnv that makes its tasks up. `draw` makes one; its id must say all that the task is.
+    """A ToolEnv that makes its tasks up. `draw` makes one; its identity must say all that the task is."""
 
-    Tools that change the episode are `async` and never wait, so that several calls of a turn happen in their order.
-    """
+    in_order = True
+    only_acts = False
+    """Whether acts alone win: saying anything else than a call ends the episode, without an answer."""
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Task:
@@ -37,16 +39,18 @@ class GeneratedEnv(ToolEnv):
         rng = random.Random(f"{self.name} {split} {seed}")
         return (task for task in iter(lambda: self.draw(rng), None) if task.split == split)
 
-    def make_task(self, identity: str, question: str, *, gold: tuple[str, ...] = (), **data: Any) -> Task:
-        """A task in the split that its identity belongs to; `kind` in `data` becomes a tag."""
+    def make_task(
+        self, identity: str, question: str, *, gold: tuple[str, ...] = (), split_by: str = "", **data: Any
+    ) -> Task:
+        """A task in the split that `split_by`, else its identity, belongs to; `kind` in `data` becomes a tag."""
         return Task(
-            id=f"{self.name}-{identity}",
+            id=f"{self.name}-{blake2s(f'{identity} {question}'.encode(), digest_size=8).hexdigest()}",
             messages=(Message(role="user", content=question),),
             gold=gold,
             data=data,
             tags={"kind": data["kind"]} if "kind" in data else {},
             env=self.name,
-            split=split_of(identity),
+            split=split_of(split_by or identity),
         )
 
     async def reset(self, task: Task, seed: int) -> Observation:
@@ -61,6 +65,8 @@ class GeneratedEnv(ToolEnv):
         seen = await super().step(message)
         if seen.answer is not None:
             self.answer = seen.answer.strip()
+            if self.only_acts:
+                return Observation(done=True, stop_reason=StopReason.ENV_DONE)
         return seen
 
     def state(self) -> Mapping[str, Any]:

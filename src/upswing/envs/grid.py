@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from upswing.envs.base import Expert, Observation, check_fraction
+from upswing.envs.base import Expert, check_fraction
 from upswing.envs.generated import GeneratedEnv
-from upswing.trajectory.types import Message, StopReason, Task
+from upswing.trajectory.types import Message, Task
 
 MOVES = {"north": (-1, 0), "south": (1, 0), "west": (0, -1), "east": (0, 1)}
 Place = tuple[int, int]
@@ -19,11 +19,14 @@ class Grid(GeneratedEnv):
     """`move(direction)` until the goal `G` is reached; `#` is wall, `K` the key, `D` a door that needs it.
 
     The agent sees the squares within `view` steps of it and nothing else (`view: 0`: everything). The episode ends at
-    the goal or after `max_turns`; the final state's `at_goal` says which. Options: `size`, squares a side; `door_frac`,
-    the share of worlds with a locked door; `expert_noise`, the chance of a random step of the expert.
+    the goal or after `max_turns`; the final state's `at_goal` says which. A turn's second step fails.
+
+    Options: `size`, squares a side; `door_frac`, the share of worlds with a locked door; `expert_noise`, the chance of
+    a random step of the expert.
     """
 
     name = "grid"
+    only_acts = True
 
     def __init__(
         self,
@@ -33,9 +36,10 @@ class Grid(GeneratedEnv):
         door_frac: float = 0.5,
         expert_noise: float = 0.0,
         protocol: str = "tags",
-        max_turns: int = 40,
+        max_turns: int | None = None,
     ) -> None:
-        self.size = self.check_count("size", size, 4, 20)
+        """`max_turns`: by default 4 more than the world has squares, three times as many where it is seen in part."""
+        self.size = self.check_count("size", size, 5, 20)
         self.view = self.check_count("view", view, 0, 20)
         self.door_frac = check_fraction(self.name, "door_frac", door_frac)
         self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
@@ -44,7 +48,8 @@ class Grid(GeneratedEnv):
             """Go one step."""
             return self._move(direction)
 
-        super().__init__(tools=[move], protocol=protocol, max_turns=max_turns)
+        turns = self.size**2 * (3 if self.view else 1) + 4 if max_turns is None else max_turns
+        super().__init__(tools=[move], protocol=protocol, max_turns=turns)
 
     def draw(self, rng: random.Random) -> Task:
         while True:
@@ -63,8 +68,8 @@ class Grid(GeneratedEnv):
         )
 
     def start(self, task: Task) -> None:
-        self._world = tuple(task.data["rows"])
-        self._at, self._has_key = _find(self._world, "A"), False
+        self._world: tuple[str, ...] = tuple(task.data["rows"])
+        self._at, self._has_key, self._moved = _find(self._world, "A"), False, 0
 
     def final(self) -> Mapping[str, Any]:
         return {"at_goal": self._on("G"), "has_key": self._has_key}
@@ -72,15 +77,13 @@ class Grid(GeneratedEnv):
     def is_done(self) -> bool:
         return self._on("G")
 
-    async def step(self, message: Any) -> Observation:
-        """Saying something else than a move ends the episode, as an answer does."""
-        seen = await super().step(message)
-        return Observation(done=True, stop_reason=StopReason.ENV_DONE) if seen.answer is not None else seen
-
     def _on(self, mark: str) -> bool:
         return self._world[self._at[0]][self._at[1]] == mark
 
     def _move(self, direction: str) -> str:
+        if self._moved == self._turns:
+            raise ValueError("one step a turn: look where you are first")
+        self._moved = self._turns
         to = _step(self._at, direction)
         problem = _blocked(self._world, to, self._has_key)
         if problem:

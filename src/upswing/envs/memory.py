@@ -35,8 +35,9 @@ class Memory(GeneratedEnv):
         facts: int = 2,
         expert_noise: float = 0.0,
         protocol: str = "hermes",
-        max_turns: int = 16,
+        max_turns: int | None = None,
     ) -> None:
+        """`max_turns`: by default twice what a note for each fact takes."""
         self.sessions = self.check_count("sessions", sessions, 1, 10)
         self.facts = self.check_count("facts", facts, 1, 5)
         self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
@@ -51,7 +52,8 @@ class Memory(GeneratedEnv):
             """Find notes that share words with the query."""
             return self._found(query)
 
-        super().__init__(tools=[remember, recall], protocol=protocol, max_turns=max_turns)
+        turns = 2 * (self.sessions * (self.facts + 1) + 2) if max_turns is None else max_turns
+        super().__init__(tools=[remember, recall], protocol=protocol, max_turns=turns)
 
     def draw(self, rng: random.Random) -> Task:
         pairs = [(name, thing) for name in _BOOK["names"] for thing in _BOOK["things"]]

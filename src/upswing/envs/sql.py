@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from importlib.resources import files
 from typing import Any
 
@@ -14,18 +15,18 @@ from upswing.envs.base import Expert, check_fraction
 from upswing.envs.generated import GeneratedEnv
 from upswing.trajectory.types import Message, Task
 
-MAX_ROWS, MAX_STEPS = 50, 2_000_000
+MAX_ROWS, MAX_STEPS, MAX_CELL, MAX_PAGES = 50, 200_000, 1000, 64
+"""Rows shown, SQLite's own steps a statement, characters a cell (one step works on a whole cell), pages of 4 KiB."""
 _BOOK: dict[str, Any] = yaml.safe_load(files("upswing.envs").joinpath("sql.yaml").read_text(encoding="utf-8"))
 _TABLES = ("customers", "products", "orders")
-_DENIED = {
-    sqlite3.SQLITE_ATTACH,
-    sqlite3.SQLITE_DETACH,
-    sqlite3.SQLITE_PRAGMA,
-    sqlite3.SQLITE_CREATE_TABLE,
-    sqlite3.SQLITE_DROP_TABLE,
-    sqlite3.SQLITE_ALTER_TABLE,
-    sqlite3.SQLITE_CREATE_TRIGGER,
-    sqlite3.SQLITE_CREATE_VTABLE,
+_ALLOWED = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_INSERT,
+    sqlite3.SQLITE_UPDATE,
+    sqlite3.SQLITE_DELETE,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
 }
 
 
@@ -67,15 +68,13 @@ class Sql(GeneratedEnv):
         names = {name: rng.choice(_BOOK[name]) for name in ("name", "city", "product", "status")}
         names["number"] = str(rng.randint(1, 20))
         query = form["sql"].format(**names)
-        database = make_database(seed, self.num_orders)
-        before = tables(database)
-        wanted: dict[str, Any] = {}
-        if not change:
-            wanted["answer"] = str(database.execute(query).fetchone()[0])
-        elif not database.execute(query).rowcount or tables(database) == before:
-            return self.draw(rng)  # nothing to change: doing nothing would pass
-        final = {"tables": tables(database), **wanted}
-        database.close()
+        with closing(make_database(seed, self.num_orders)) as database:
+            before, found = tables(database), database.execute(query)
+            wanted = {} if change else {"answer": str(found.fetchone()[0])}
+            final: dict[str, Any] = {"tables": tables(database), **wanted}
+        # Nothing to change: doing nothing would pass. And "0" must not be the answer to bet on.
+        if (change and final["tables"] == before) or (wanted.get("answer") == "0" and rng.random() < 0.9):
+            return self.draw(rng)
         ending = " Give only the number." if not change else " Then say done."
         return self.make_task(
             f"{seed}-{self.num_orders}-{query}",
@@ -83,13 +82,16 @@ class Sql(GeneratedEnv):
             gold=(wanted["answer"],) if wanted else (),
             kind=form["kind"],
             seed=seed,
+            num_orders=self.num_orders,
             query=query,
             start_state={"tables": before, **({"answer": ""} if wanted else {})},
             final_state=final,
         )
 
     def start(self, task: Task) -> None:
-        self._database = make_database(task.data["seed"], self.num_orders)
+        self._database = make_database(task.data["seed"], task.data["num_orders"])
+        self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL)
+        self._database.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
         self._database.set_authorizer(_authorize)
 
     def close(self) -> None:
@@ -120,6 +122,7 @@ def make_database(seed: int, num_orders: int) -> sqlite3.Connection:
     """The same in-memory database for the same seed."""
     rng = random.Random(f"sql {seed}")
     database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+    database.text_factory = lambda text: text.decode("utf-8", "replace")
     database.executescript(_BOOK["schema"])
     database.executemany(
         "INSERT INTO customers(name, city) VALUES (?, ?)", [(n, rng.choice(_BOOK["city"])) for n in _BOOK["name"]]
@@ -135,18 +138,22 @@ def make_database(seed: int, num_orders: int) -> sqlite3.Connection:
 
 
 def tables(database: sqlite3.Connection) -> dict[str, list[list[Any]]]:
-    """Every table's rows by id."""
-    return {name: [list(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY id")] for name in _TABLES}
+    """Every table's rows by id; only whole numbers, texts and None, so that any state can be stored."""
+    rows = {name: database.execute(f"SELECT * FROM main.{name} ORDER BY id") for name in _TABLES}
+    return {
+        name: [[cell if isinstance(cell, int | str | None) else str(cell) for cell in row] for row in found]
+        for name, found in rows.items()
+    }
 
 
 def run(database: sqlite3.Connection, query: str) -> str:
     """The rows of a statement as text, or how many it changed. Raises ValueError with SQLite's words."""
-    left = iter(range(MAX_STEPS // 10_000))
+    left, changes = iter(range(MAX_STEPS // 10_000)), database.total_changes
     database.set_progress_handler(lambda: next(left, None) is None, 10_000)
     try:
         cursor = database.execute(query)
         if cursor.description is None:
-            return f"{cursor.rowcount} rows changed"
+            return f"{database.total_changes - changes} rows changed"
         rows = cursor.fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as problem:
         text = "it takes too long" if "interrupted" in str(problem) else str(problem)
@@ -159,4 +166,4 @@ def run(database: sqlite3.Connection, query: str) -> str:
 
 
 def _authorize(action: int, *_: Any) -> int:
-    return sqlite3.SQLITE_DENY if action in _DENIED else sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY

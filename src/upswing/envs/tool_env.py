@@ -49,6 +49,8 @@ class ToolEnv(Environment):
     """Describe the tools in the system message also where the chat template could: not all have a place for them."""
     max_result_chars: int = 20_000
     """A longer result is cut, and says so."""
+    in_order: bool = False
+    """Run a turn's calls one after the other, up to the end of the episode, and not in parallel."""
     source: Any = None
     """What `tasks` streams: tasks, a JSONL path, or either by split."""
 
@@ -119,12 +121,13 @@ class ToolEnv(Environment):
         return Observation(messages=answers, tool_records=records)
 
     async def _play(self, parsed: ParsedTurn, turn: int) -> tuple[ToolRecord, ...]:
-        """The records of a turn's calls, run in parallel, in the order in which they were asked for."""
+        """The records of a turn's calls, in the order in which they were asked for."""
         if parsed.error is not None:
             self._count_invalid()
             text = self._clean(INVALID_PREFIX + parsed.error)
             return (ToolRecord(call=ToolCall(name=""), result=text, ok=False, turn=turn),)
         jobs: list[Coroutine[Any, Any, ToolRecord]] = []
+        gate = asyncio.Semaphore(1 if self.in_order else len(parsed.calls))
         for call in parsed.calls:
             problem = parsed.call_errors.get(call.id) or self._problem_of(call)
             if problem is not None:
@@ -132,7 +135,8 @@ class ToolEnv(Environment):
             elif self._invalid_in_row < self.max_invalid_calls:
                 self._invalid_in_row = 0
             self._counts["tool_calls"] += 1
-            jobs.append(self._run(replace(call, id=f"call_{turn}_{len(jobs)}"), problem, turn))
+            name = "" if call.id in parsed.call_errors else call.name  # what can't be read must not pass for a call
+            jobs.append(self._run(replace(call, name=name, id=f"call_{turn}_{len(jobs)}"), problem, turn, gate))
         try:
             async with asyncio.TaskGroup() as group:  # a broken environment or a cancellation ends the others too
                 running = [group.create_task(job) for job in jobs]
@@ -140,16 +144,19 @@ class ToolEnv(Environment):
             raise several.exceptions[0] from None  # the log must name what broke, not the group
         return tuple(task.result() for task in running)
 
-    async def _run(self, call: ToolCall, problem: str | None, turn: int) -> ToolRecord:
-        started, failed = time.perf_counter(), list[None]()
-        if problem is not None:
-            result, ok = f"{INVALID_PREFIX}{problem}", False
-        else:
-            try:
-                result, ok = await self._tools[call.name].call(call.arguments, lambda: failed.append(None)), True
-            except ToolFailed as error:
-                result, ok = str(error), False
-                self._counts["tool_errors"] += 1
+    async def _run(self, call: ToolCall, problem: str | None, turn: int, gate: asyncio.Semaphore) -> ToolRecord:
+        async with gate:
+            started, failed = time.perf_counter(), list[None]()
+            if problem is None and self.is_done():
+                problem = "the episode is over"
+            if problem is not None:
+                result, ok = f"{INVALID_PREFIX}{problem}", False
+            else:
+                try:
+                    result, ok = await self._tools[call.name].call(call.arguments, lambda: failed.append(None)), True
+                except ToolFailed as error:
+                    result, ok = str(error), False
+                    self._counts["tool_errors"] += 1
         self._counts["tool_retries"] += len(failed)
         duration_s = time.perf_counter() - started
         text = self._clean(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
@@ -20,7 +21,8 @@ PER_PAGE, CATALOGUE_SEED = 5, 0
 
 class WebShop(GeneratedEnv):
     """`search(words)` and `click(button)`; every page names its buttons in square brackets. The final state says what
-    was bought, for how much, and whether it is all that was asked for (`right`).
+    was bought, for how much, and whether it is all that was asked for (`right`). Splits share no sort of product
+    (`steel lamp`).
 
     Options: `products`, how many the shop has; `expert_noise`, the chance that the expert first opens another product.
     """
@@ -28,8 +30,9 @@ class WebShop(GeneratedEnv):
     name = "web_shop"
 
     def __init__(
-        self, *, products: int = 300, expert_noise: float = 0.0, protocol: str = "hermes", max_turns: int = 15
+        self, *, products: int = 300, expert_noise: float = 0.0, protocol: str = "hermes", max_turns: int | None = None
     ) -> None:
+        """`max_turns`: by default enough to look at every product of the commonest sort."""
         self.products = self.check_count("products", products, 20, 5000)
         self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
 
@@ -41,7 +44,9 @@ class WebShop(GeneratedEnv):
             """Press a button of the page, by the text in its brackets."""
             return self._click(button.strip().strip("[]"))
 
-        super().__init__(tools=[search, click], protocol=protocol, max_turns=max_turns)
+        most = max(Counter((item["material"], item["kind"]) for item in catalogue(self.products).values()).values())
+        turns = 2 * most + most // PER_PAGE + 8 if max_turns is None else max_turns
+        super().__init__(tools=[search, click], protocol=protocol, max_turns=turns)
 
     def draw(self, rng: random.Random) -> Task:
         shop = catalogue(self.products)
@@ -54,12 +59,18 @@ class WebShop(GeneratedEnv):
         wanted = {"kind": item["kind"], "material": item["material"], "options": options, "limit": limit}
         states = ({"right": False}, {"right": True})
         return self.make_task(
-            f"{self.products} {text}", text, wanted=wanted, start_state=states[0], final_state=states[1]
+            f"{self.products} {text}",
+            text,
+            split_by=f"{item['material']} {item['kind']}",
+            products=self.products,
+            wanted=wanted,
+            start_state=states[0],
+            final_state=states[1],
         )
 
     def start(self, task: Task) -> None:
         self._wanted: Mapping[str, Any] = task.data["wanted"]
-        self._shop = catalogue(self.products)
+        self._shop = catalogue(task.data["products"])
         self._found: list[str] = []
         self._page, self._item, self._chosen = 0, "", dict[str, str]()
         self._bought: dict[str, Any] | None = None
@@ -131,7 +142,7 @@ class WebShop(GeneratedEnv):
             self._bought = {
                 "code": self._item,
                 **{k: item[k] for k in ("kind", "material", "price")},
-                "options": self._chosen,
+                "options": dict(self._chosen),
             }
             return "Thank you for your order."
         for kind, values in item["options"].items():

@@ -9,9 +9,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from upswing.envs.base import AssistantMessage, Expert, Observation, check_fraction
+from upswing.envs.base import Expert, check_fraction
 from upswing.envs.generated import GeneratedEnv
-from upswing.trajectory.types import Message, StopReason, Task
+from upswing.trajectory.types import Message, Task
 
 LETTERS = 5
 
@@ -24,10 +24,12 @@ class Wordle(GeneratedEnv):
     """
 
     name = "wordle"
+    only_acts = True
 
     def __init__(
-        self, *, guesses: int = 6, expert_noise: float = 0.0, protocol: str = "tags", max_turns: int = 9
+        self, *, guesses: int = 6, expert_noise: float = 0.0, protocol: str = "tags", max_turns: int | None = None
     ) -> None:
+        """`max_turns`: by default three more than `guesses`."""
         self.guesses = self.check_count("guesses", guesses, 1, 20)
         self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
         self._secret, self._made = "", 0
@@ -36,7 +38,8 @@ class Wordle(GeneratedEnv):
             """Guess a five-letter word."""
             return self._guess(word.strip().lower())
 
-        super().__init__(tools=[guess], protocol=protocol, max_turns=max_turns)
+        turns = self.guesses + 3 if max_turns is None else max_turns
+        super().__init__(tools=[guess], protocol=protocol, max_turns=turns)
 
     def draw(self, rng: random.Random) -> Task:
         word = rng.choice(words())
@@ -55,15 +58,10 @@ class Wordle(GeneratedEnv):
     def is_done(self) -> bool:
         return self._solved or self._made >= self.guesses
 
-    async def step(self, message: AssistantMessage) -> Observation:
-        """Saying something else than a guess ends the episode, as an answer does."""
-        seen = await super().step(message)
-        return Observation(done=True, stop_reason=StopReason.ENV_DONE) if seen.answer is not None else seen
-
     def _guess(self, word: str) -> str:
         if len(word) != LETTERS or not (word.isascii() and word.isalpha()):
             raise ValueError(f"{word[:20]!r} is not a word of {LETTERS} letters")
-        if word not in _known():
+        if word not in words():
             raise ValueError(f"'{word}' is not in the list of words")
         self._made += 1
         self._solved = word == self._secret
@@ -99,8 +97,3 @@ def marks(guess: str, secret: str) -> str:
 @cache
 def words() -> tuple[str, ...]:
     return tuple(files("upswing.envs").joinpath("words.txt").read_text(encoding="ascii").split())
-
-
-@cache
-def _known() -> frozenset[str]:
-    return frozenset(words())

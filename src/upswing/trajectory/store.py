@@ -129,13 +129,13 @@ def _to_line(stage: str, step: int, trajectory: Trajectory) -> str:
     """One line of ASCII JSON (lone surrogates in sampled text survive as escapes)."""
     record = vars(trajectory) | {"branches": [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches]}
     try:
-        plain = _plain({"stage": stage, "step": step, "trajectory": record}, "")
+        stored = plain({"stage": stage, "step": step, "trajectory": record}, "")
     except TypeError as error:
         raise ConfigError(f"trajectory '{trajectory.id}' can't be stored: {error}; use JSON values only") from error
-    return json.dumps(plain, allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps(stored, allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str) -> Any:
     """A JSON value: dataclasses and mappings become objects, tuples lists, numbers that aren't finite null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
@@ -143,9 +143,9 @@ def _plain(value: Any, where: str) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{where.lstrip('.')} has the key {key!r} of type {type(key).__name__}")
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
