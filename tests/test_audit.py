@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,16 +15,24 @@ from typer.testing import CliRunner
 
 from upswing.audit import AuditReport, audit
 from upswing.cli.main import app
-from upswing.envs import environment_factory
+from upswing.envs import ToolEnv, environment_factory
+from upswing.trajectory.types import Message, Task
 from upswing.verify import Rubric, verifier_from
+from upswing.verify.penalties import LengthPenalty
 from upswing.world import World
 
 
-def audited(env: str, verifier, count: int = 8, **args) -> AuditReport:
-    make = environment_factory(env, args)
-    rubric = Rubric([("v", verifier_from(verifier), 1.0)])
+def audited(env, verifier, count: int = 8, **args) -> AuditReport:
+    """`env`: a name, or tasks that are answered at once."""
+    make = environment_factory(env, args) if isinstance(env, str) else lambda: args.get("kind", ToolEnv)(tasks=env)
+    rubric = verifier if isinstance(verifier, Rubric) else Rubric([("v", verifier_from(verifier), 1.0)])
     world = World(make_env=make, rubric=rubric, tasks=make().tasks)
     return asyncio.run(audit(world, list(islice(world.tasks("train", 0), count))))
+
+
+def asked(*golds: str) -> list[Task]:
+    question = Message(role="user", content="How many are there in all?")
+    return [Task(id=gold, messages=(question,), gold=(gold,) if gold else ()) for gold in golds]
 
 
 def accepted(report: AuditReport) -> set[str]:
@@ -34,10 +45,17 @@ def test_a_strict_reward_has_no_hole():
         ("calculator", "strict_match"),
         ("sql", "state"),
         ("grid", "state"),
+        ("wordle", "state"),
+        ("customer_service", "state"),
+        ("web_shop", "state"),
+        ("memory", "strict_match"),
+        (asked("12.50", "5.0", "0", "1/2", "0.5", "1,000"), "numeric"),
+        (asked("12.50", "5.0", "0", "0.5"), number_is),
     ):
-        report = audited(env, verifier)
+        report = audited(env, verifier, 4)
         assert report.false_accept == 0 and report.false_reject == 0 and not report.untested, (env, report.by_attack())
-        assert len(report.verdicts) >= 8
+        assert len(report.verdicts) >= 6
+        assert not isinstance(env, str) or verifier != "state" or "another play" in {n for _, n in report.by_attack()}
 
 
 def test_what_the_lenient_match_forgives_is_shown():
@@ -48,6 +66,13 @@ def test_what_the_lenient_match_forgives_is_shown():
 
 def contains(answer, gold):
     return any(one in (answer or "") for one in gold)
+
+
+def number_is(answer, gold):
+    try:
+        return float(answer) == float(gold[0])
+    except (TypeError, ValueError):
+        return False
 
 
 def anywhere(messages, gold):
@@ -73,13 +98,77 @@ def number_like(answer):
         (anywhere, {"thinking only", "beside the answer", "made-up result", "A or B"}),
         (generous, {"another answer", "question echoed", "told to accept", "a letter changed"}),
         (number_like, {"no number", "another number"}),
+        ("math", {"question echoed"}),
     ],
 )
 def test_holes_are_found(check, holes):
-    env = "calculator" if check is number_like else "geo_search"
+    env = "calculator" if check in (number_like, "math") else "geo_search"
     report = audited(env, check)
     assert holes <= {v.attack.name for v in report.verdicts if v.accepted and v.attack.wanted == "refused"}
     assert report.false_accept > 0
+
+
+def test_a_hole_is_one_however_the_reward_is_dressed_up():
+    """A length penalty takes a little off every longer answer, and something is paid for nothing."""
+    check = Rubric(
+        [("c", contains, 1.0), ("short", LengthPenalty(free=0, limit=4000), 0.2), ("fixed", lambda answer: 1.0, 5.0)]
+    )
+    assert {"A or B", "list of answers", "denied"} <= accepted(audited("geo_search", check))
+
+
+def test_a_state_that_is_read_in_part():
+    def orders_only(state, data):
+        return state["orders"] == data["final_state"]["orders"]
+
+    def anything_bought(tool_records):
+        return any("buy" in str(record.call.arguments).lower() for record in tool_records)
+
+    assert "a turn left out" in accepted(audited("customer_service", orders_only, 8))
+    assert "another play" in accepted(audited("web_shop", anything_bought))
+
+
+class Fragile(ToolEnv):
+    async def step(self, message):
+        if "full marks" in message.content:
+            raise OSError("no")
+        return await super().step(message)
+
+
+class Shouting(ToolEnv):
+    async def step(self, message):
+        seen = await super().step(message)
+        return replace(seen, answer=seen.answer and seen.answer.upper())
+
+
+def test_what_breaks_or_can_not_be_attacked_is_told_and_ends_nothing():
+    report = audited(asked("Lima", "Oslo"), "strict_match", kind=Fragile)
+    broken = [v for v in report.verdicts if v.value is None]
+    assert len(broken) == 2 and all("OSError: no" in v.reason and not v.accepted for v in broken)
+    assert report.false_accept == 0 and not report.untested
+    report = audited(asked(""), "strict_match")
+    assert "no expert and no accepted answer" in report.untested[""] and report.false_reject == 1
+    report = audited(asked("LIMA", "Oslo"), lambda answer, gold: answer == gold[0].upper(), kind=Shouting)
+    assert "doesn't stand in the last message" in report.untested["Oslo"] and report.false_reject == 0
+    assert "LIMA" not in report.untested
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda answer: 1.0,  # accepts everything
+        lambda answer: answer is None,  # rewards doing nothing
+        lambda answer, gold: bool(answer) and gold[0].startswith(answer),  # prefix
+        "exact_match",
+    ],
+)
+def test_a_bad_reward_does_not_pass(check):
+    report = audited(asked("Paris", "Lima"), check)
+    assert report.false_accept > 0 or report.false_reject > 0 or "leading dot" in accepted(report)
+
+
+def test_auditing_needs_no_torch():
+    code = "import sys, upswing.audit; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_doing_nothing_is_an_attack_on_a_state():

@@ -9,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
-from upswing.rollout.agent_loop import call_env
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolRecord
 from upswing.verify.base import Episode
+from upswing.verify.deadline import call_env
+from upswing.verify.numeric import read_quantity
+from upswing.verify.text import same_value
 from upswing.world import World
 
 MAX_TURNS = 200
 _AT_ONCE = 16
+_MOST_DROPPED = 8
+_ENOUGH = 0.9
+"""An attack that earns more than this share of what the right play earns over doing nothing is accepted."""
 _LOOK_ALIKES = str.maketrans("aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ")
 _FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 
@@ -37,12 +44,12 @@ class Wanted(StrEnum):
 
 @dataclass(frozen=True)
 class Attack:
-    """A last message, or `idle`: the expert's actions left out."""
+    """A last message, or all that is said: `turns`."""
 
     name: str
     wanted: Wanted
     text: str
-    idle: bool = False
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +60,13 @@ class Verdict:
     attack: Attack
     value: float | None
     accepted: bool
-    """It scored as much as the right play."""
+    """It scored nearly as much as the right play."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All verdicts. `untested`: tasks without a play that the reward accepts, and why."""
+    """All verdicts. `untested`: tasks that couldn't be attacked, or not in all ways, and why."""
 
     verdicts: tuple[Verdict, ...]
     untested: Mapping[str, str] = field(default_factory=dict)
@@ -76,9 +83,8 @@ class AuditReport:
     @property
     def false_reject(self) -> float:
         """Right answers refused; a task whose right play isn't accepted counts as one."""
-        right = [not v.accepted for v in self.verdicts if v.attack.wanted is Wanted.ACCEPTED] + [True] * len(
-            self.untested
-        )
+        right = [not v.accepted for v in self.verdicts if v.attack.wanted is Wanted.ACCEPTED]
+        right += [True] * len(self.untested.keys() - {v.task_id for v in self.verdicts})
         return sum(right) / len(right) if right else math.nan
 
     def by_attack(self) -> dict[tuple[Wanted, str], list[Verdict]]:
@@ -88,47 +94,100 @@ class AuditReport:
         return found
 
 
+Turns = Callable[[tuple[Message, ...]], str]
+
+
+@dataclass(frozen=True)
+class _Right:
+    """A task's right play: what was said, what came of it, its score and the score of saying nothing."""
+
+    said: tuple[str, ...]
+    episode: Episode
+    full: float
+    floor: float
+
+
 async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0) -> AuditReport:
-    """Play every task rightly, then attack the reward with what the right play suggests."""
+    """Play every task rightly, then attack the reward with what the right plays suggest."""
     gate = asyncio.Semaphore(_AT_ONCE)
     others = list(dict.fromkeys(gold for task in tasks for gold in task.gold[:1]))
+    untested: dict[str, str] = {}
 
-    async def one(task: Task) -> tuple[list[Verdict], str | None]:
+    async def right(task: Task) -> _Right | None:
         async with gate:
-            return await _audit_task(world, task, others, derive_seed(seed, task.id))
+            found = await _right_play(world, task, derive_seed(seed, task.id))
+        if isinstance(found, _Right):
+            return found
+        untested[task.id] = found
+        return None
 
-    done = await asyncio.gather(*map(one, tasks))
-    untested = {task.id: problem for task, (_, problem) in zip(tasks, done, strict=True) if problem is not None}
-    return AuditReport(tuple(verdict for verdicts, _ in done for verdict in verdicts), untested)
+    plays = await asyncio.gather(*map(right, tasks))
+    verdicts: list[Verdict] = []
+
+    async def attack(task: Task, play: _Right) -> None:
+        own, rng = derive_seed(seed, task.id), random.Random(derive_seed(seed, task.id))
+        foreign = [other.said for other in plays if other is not None and other.said != play.said]
+        attacks = [
+            *_idle(task, play.said),
+            *_botched(task, play.said, rng.choice(foreign) if foreign else None, rng),
+            *attacks_on(task, play.said[-1], play.episode, others, rng),
+        ]
+        for one in attacks:
+            async with gate:
+                value, reason, seen = await _score(world, task, _from(one.turns or (*play.said[:-1], one.text)), own)
+            if one.turns and seen is not None and _acted_rightly(seen, play.episode):
+                continue
+            gained = -math.inf if value is None else value - play.floor
+            verdicts.append(Verdict(task.id, one, value, gained > _ENOUGH * (play.full - play.floor), reason))
+        if task.gold and not _literal(play.said[-1], play.episode):
+            answer = f"its answer {play.episode.answer!r:.80} doesn't stand in the last message, so only some attacks"
+            untested[task.id] = f"{answer} were tried"
+
+    await asyncio.gather(*(attack(task, play) for task, play in zip(tasks, plays, strict=True) if play is not None))
+    return AuditReport(tuple(verdicts), untested)
 
 
-async def _audit_task(world: World, task: Task, others: Sequence[str], seed: int) -> tuple[list[Verdict], str | None]:
-    async def score(turns: Callable[[tuple[Message, ...]], str]) -> tuple[float | None, str, Episode]:
+def _from(said: Sequence[str]) -> Turns:
+    turns = iter(said)
+    return lambda messages: next(turns, "")
+
+
+async def _score(world: World, task: Task, turns: Turns, seed: int) -> tuple[float | None, str, Episode | None]:
+    """What a play scores and why; None for one that the environment, or the expert, breaks at."""
+    try:
         episode = await scripted_episode(world.make_env(), task, turns, seed)
         found = await world.rubric.score(episode)
-        return found.value, found.reason, episode
+    except Exception as problem:
+        return None, f"{type(problem).__name__}: {problem}"[:500], None
+    return found.value, found.reason, episode
 
-    floor, *_ = await score(lambda messages: "")
+
+async def _right_play(world: World, task: Task, seed: int) -> _Right | str:
+    """The first right play that scores more than doing nothing, or why there is none."""
+    floor, *_ = await _score(world, task, _from(()), seed)
+    full, why = None, "no expert and no accepted answer"
     for right in _right_plays(world.make_env(), task, seed):
         said: list[str] = []
-        full, why, episode = await score(
-            lambda messages, right=right, said=said: said.append(right(messages)) or said[-1]
-        )  # type: ignore[misc]
-        if full is not None and full > (floor or 0.0):
-            break
-    else:
-        return [], f"scored {full}{', ' + why if why else ''}; doing nothing scores {floor}"
-    verdicts = []
-    rng = random.Random(seed)
-    for attack in attacks_on(task, said[-1], episode, others, rng):
-        turns = iter([attack.text] if attack.idle else [*said[:-1], attack.text])
-        value, reason, _ = await score(lambda messages, turns=turns: next(turns, ""))  # type: ignore[misc]
-        accepted = value is not None and value >= full - 1e-9
-        verdicts.append(Verdict(task.id, attack, value, accepted, reason))
-    return verdicts, None
+
+        def turns(messages: tuple[Message, ...], right: Turns = right, said: list[str] = said) -> str:
+            said.append(right(messages))
+            return said[-1]
+
+        full, why, episode = await _score(world, task, turns, seed)
+        if full is not None and episode is not None and said and full > (floor or 0.0):
+            return _Right(tuple(said), episode, full, floor or 0.0)
+    return f"scored {full}{', ' + why if why else ''}; doing nothing scores {floor}"
 
 
-def _right_plays(env: Environment, task: Task, seed: int) -> Iterator[Callable[[tuple[Message, ...]], str]]:
+def _acted_rightly(seen: Episode, right: Episode) -> bool:
+    """Whether a play, though another one, left the state that was wanted, by what it did: then it isn't wrong."""
+    wanted, start = seen.data.get("final_state"), seen.data.get("start_state")
+    keys = wanted if isinstance(wanted, Mapping) else right.state
+    same = all(same_value(seen.state.get(key), right.state.get(key)) for key in keys)
+    return same and bool(seen.tool_records or (start is not None and not same_value(start, wanted)))
+
+
+def _right_plays(env: Environment, task: Task, seed: int) -> Iterator[Turns]:
     """The expert's play; without an expert, ways in which a protocol may want the accepted answer written."""
     try:
         yield env.expert(task, random.Random(seed))
@@ -138,9 +197,7 @@ def _right_plays(env: Environment, task: Task, seed: int) -> Iterator[Callable[[
                 yield lambda messages, text=text: text  # type: ignore[misc]
 
 
-async def scripted_episode(
-    env: Environment, task: Task, turns: Callable[[tuple[Message, ...]], str], seed: int, timeout_s: float = 60.0
-) -> Episode:
+async def scripted_episode(env: Environment, task: Task, turns: Turns, seed: int, timeout_s: float = 60.0) -> Episode:
     """Play `task` with what `turns` says to the conversation so far, without a model -> what verifiers would see."""
     try:
         seen: Observation = await call_env(env.reset, task, seed, timeout_s=timeout_s)
@@ -174,15 +231,35 @@ async def scripted_episode(
 # -- the catalogue ----------------------------------------------------------------------------------------------------
 
 
+def _idle(task: Task, said: Sequence[str]) -> Iterator[Attack]:
+    """Of a task that is judged by what was done: only the last words, when there was something to do before them."""
+    if not task.gold and len(said) > 1:
+        yield Attack("idle", Wanted.REFUSED, said[-1], turns=(said[-1],))
+
+
+def _botched(task: Task, said: Sequence[str], foreign: Sequence[str] | None, rng: random.Random) -> Iterator[Attack]:
+    """Of a task whose wanted state is known: another task's play, and the right one with one turn left out."""
+    if task.gold or "final_state" not in task.data:
+        return
+    if foreign is not None:
+        yield Attack("another play", Wanted.REFUSED, foreign[-1], turns=tuple(foreign))
+    for at in sorted(rng.sample(range(len(said) - 1), min(len(said) - 1, _MOST_DROPPED))):
+        yield Attack("a turn left out", Wanted.REFUSED, said[-1], turns=(*said[:at], *said[at + 1 :]))
+
+
+def _literal(last: str, episode: Episode) -> str:
+    """The final answer, if it stands in the last message as it was read."""
+    answer = (episode.answer or "").strip()
+    return answer if answer in last else ""
+
+
 def attacks_on(task: Task, last: str, episode: Episode, others: Sequence[str], rng: random.Random) -> Iterator[Attack]:
     """The attacks on a task whose right play ends with the message `last`."""
     yield Attack("as played", Wanted.ACCEPTED, last)
     if task.gold:
         yield Attack("nothing", Wanted.REFUSED, "")
-    else:  # judged by what was done: then saying nothing after doing it all is right
-        yield from (Attack("idle", Wanted.REFUSED, text, idle=True) for text in (last, ""))
-    answer = (episode.answer or "").strip()
-    if not answer or answer not in last or not task.gold:
+    answer = _literal(last, episode)
+    if not answer or not task.gold:
         return
     before, _, after = last.rpartition(answer)
 
@@ -196,7 +273,8 @@ def attacks_on(task: Task, last: str, episode: Episode, others: Sequence[str], r
     other = rng.choice(strangers) if strangers else "Atlantis"
     right = {wrap(gold).casefold() for gold in task.gold}
     wrong = _wrong(answer, other, task.messages[-1].content, wrap)
-    wrong |= {name: [wrap(text) for text in texts] for name, texts in _mutated(answer, rng).items()}
+    for name, texts in _mutated(answer, rng).items():
+        wrong[name] = [wrap(text) for text in texts if not _same_number(text, task.gold)]
     for name, texts in wrong.items():
         yield from (Attack(name, Wanted.REFUSED, text) for text in texts if text.casefold() not in right)
     for gold in task.gold:
@@ -210,9 +288,10 @@ def attacks_on(task: Task, last: str, episode: Episode, others: Sequence[str], r
 def _wrong(gold: str, other: str, question: str, wrap: Callable[[str], str]) -> dict[str, list[str]]:
     """Whole last messages that don't give the answer, however much they look like it."""
     right, wrong = wrap(gold), wrap(other)
+    bare = re.split(r"(?i)\bwhat is\b|[.:?!]\s|\n", question.strip())[-1].strip(" ?.!")
     return {
         "empty answer": [wrap(""), wrap("  \n")],
-        "question echoed": [wrap(question)],
+        "question echoed": [wrap(question), wrap(bare)],
         "another answer": [wrong],
         "A or B": [wrap(f"{gold} or {other}"), wrap(f"{other} or {gold}")],
         "list of answers": [wrap(f"{gold}, {other}"), wrap(f"{other}\n{gold}")],
@@ -243,8 +322,8 @@ def _mutated(gold: str, rng: random.Random) -> dict[str, list[str]]:
         swapped = "q" if gold[at].lower() != "q" else "x"
         found["a letter changed"] = [gold[:at] + swapped + gold[at + 1 :]]
         found["look-alike letters"] = [text for text in [gold.translate(_LOOK_ALIKES)] if text != gold]
-    number = _number(gold)
-    if number is not None:
+    if (value := _number(gold)) is not None:
+        number = float(value[0])
         found["no number"] = ["nan", "inf", "-inf", "1e999", "infinity"]
         found["another number"] = [_like(gold, change) for change in (number * 10 or 10, number * 2 + 7, -number or -1)]
     return found
@@ -267,15 +346,19 @@ def _drifted(gold: str) -> dict[str, str]:
         "wide spaces": gold.replace(" ", "  "),
         "thousands comma": f"{int(gold):,}" if gold.isascii() and gold.isdigit() else gold,
         "decimals": f"{gold}.0" if gold.isascii() and gold.isdigit() else gold,
+        "fraction": f"{2 * value[0].numerator}/{2 * value[0].denominator}" if (value := _number(gold)) else gold,
     }
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> tuple[Fraction, str] | None:
+    """The number and the unit that a text is, read as forgivingly as a verifier may."""
+    if (found := read_quantity(text)) is not None:
+        return found.value, found.unit
     try:
         value = float(text.replace(",", ""))
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return (Fraction(repr(value)), "") if math.isfinite(value) else None
 
 
 def _same_number(text: str, golds: Sequence[str]) -> bool:

@@ -47,16 +47,18 @@ def audit_command(
     report = asyncio.run(audit(world, found, seed=seed))
     if not report.verdicts:
         task, why = next(iter(report.untested.items()))
-        raise ConfigError(f"no task's right play is accepted, so nothing can be attacked; task '{task}' {why}")
+        raise ConfigError(f"no task's right play is accepted, so nothing can be attacked; task '{task}': {why}")
     log.table(_table(report))
     offending = [v for v in report.verdicts if v.attack.wanted != ("accepted" if v.accepted else "refused")]
     offending = [v for v in offending if v.attack.wanted != "reported"]
     if offending and show:
         log.table(_examples(offending[:show]))
+    attacked = {v.task_id for v in report.verdicts}
     for task, why in list(report.untested.items())[:show]:
-        log.warn(f"task '{task}': its right play isn't accepted: it {why}")
+        log.warn(f"task '{task}' could not be attacked{'' if task not in attacked else ' in all ways'}: {why}")
     accept, reject = report.false_accept, report.false_reject
-    log.note(f"{len(found)} tasks: {accept:.2%} of wrong answers accepted, {reject:.2%} of right ones refused")
+    log.note(f"{len(found)} tasks, {len(report.untested)} not or not fully tested")
+    log.note(f"{accept:.2%} of wrong answers accepted, {reject:.2%} of right ones refused")
     if not (accept <= max_false_accept and reject <= max_false_reject):
         raise typer.Exit(EXIT_FAILED)
 
@@ -79,9 +81,10 @@ def _examples(verdicts: list[Verdict]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("task", "attack", "last message", "score", "why", title="wrongly judged")
+    table = Table("task", "attack", "said", "score", "why", title="wrongly judged")
     for verdict in verdicts:
         value = "not scored" if verdict.value is None else f"{verdict.value:g}"
-        cells = (verdict.task_id, verdict.attack.name, repr(verdict.attack.text)[:100], value, verdict.reason)
+        said = " | ".join(verdict.attack.turns) or verdict.attack.text
+        cells = (verdict.task_id, verdict.attack.name, repr(said)[:100], value, verdict.reason)
         table.add_row(*map(Text, cells))
     return table

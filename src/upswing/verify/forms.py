@@ -45,7 +45,7 @@ def _letter(text: str, choices: Mapping[str, str]) -> str | None:
         return None
     found = _LETTER.fullmatch(text)
     letter = found.group(1).upper() if found else ""
-    if found and not found.group(2) and (letter in choices or not choices and letter.isalpha()):
+    if found and not found.group(2) and (letter in choices or (not choices and letter.isalpha())):
         return letter
     named = next((letter for letter, choice in choices.items() if choice == _key(text)), None)
     return letter if found and not named and choices.get(letter) == _key(found.group(2) or "") else named
@@ -103,7 +103,8 @@ class JsonSchema(TimedReader):
         schema = data.get("schema") if self.schema is None else self.schema
         if schema is None:
             return unscored("there is no schema: neither the argument nor the task's data['schema']")
-        return _fits.judge(self.timeout_s, schema=schema, text=self.read(answer))
+        verdict: float | Score = _fits.judge(self.timeout_s, schema=schema, text=self.read(answer))
+        return verdict
 
 
 def fits_schema(schema: Any, text: str) -> bool:

@@ -1,17 +1,15 @@
-"""A rubric: named verifiers with weights and gates, and the check that it can't be fooled by the obvious."""
+"""A rubric: named verifiers with weights and gates."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Message, Outcome, Score, StopReason, Task
+from upswing.trajectory.types import Score
 from upswing.verify.base import Episode
 from upswing.verify.functions import Verifier, verifier_from
 
@@ -150,97 +148,3 @@ def variance_shares(
         name: covariance / variance if spread else math.nan
         for name, covariance in zip(weights, covariances, strict=True)
     }
-
-
-@dataclass(frozen=True)
-class SelfCheckRow:
-    """How one made-up answer to one task was judged."""
-
-    task_id: str
-    case: str
-    answer: str | None
-    value: float | None
-    accepted: bool
-    """It scored as much as the accepted answer does."""
-
-    @property
-    def ok(self) -> bool:
-        """Gold was accepted, anything else was not."""
-        return self.accepted == (self.case == "gold")
-
-
-@dataclass(frozen=True)
-class SelfCheckReport:
-    """What `self_check` found."""
-
-    rows: tuple[SelfCheckRow, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
-
-    @property
-    def failures(self) -> tuple[SelfCheckRow, ...]:
-        return tuple(row for row in self.rows if not row.ok)
-
-    def by_case(self) -> dict[str, tuple[int, int]]:
-        """(accepted, tried) by case."""
-        tried = Counter(row.case for row in self.rows)
-        accepted = Counter(row.case for row in self.rows if row.accepted)
-        return {case: (accepted[case], count) for case, count in tried.items()}
-
-
-async def self_check(verifier: Rubric | Verifier, tasks: Sequence[Task]) -> SelfCheckReport:
-    """Judge made-up answers: the gold one must be accepted; none, empty, cut, echoed and adversarial ones must not."""
-    others = tuple(dict.fromkeys(gold for task in tasks for gold in task.gold))
-    rows: list[SelfCheckRow] = []
-    for task in tasks:
-        nothing = await verifier.score(_episode(task, None, Outcome.TRUNCATED))
-        floor = nothing.value if nothing.value is not None else 0.0
-        golds = [await verifier.score(_episode(task, gold)) for gold in task.gold]
-        full = min((score.value for score in golds if score.value is not None), default=None)
-        for gold, score in zip(task.gold, golds, strict=True):
-            better = score.value is not None and score.value > floor
-            rows.append(SelfCheckRow(task.id, "gold", gold, score.value, better))
-        if not golds:
-            rows.append(SelfCheckRow(task.id, "gold", None, None, False))
-        for case, answer in _wrong_answers(task, others):
-            outcome = Outcome.TRUNCATED if case == "truncated" else Outcome.COMPLETED
-            value = (await verifier.score(_episode(task, answer, outcome))).value
-            accepted = value is not None and (full is None or value >= full)
-            rows.append(SelfCheckRow(task.id, case, answer, value, accepted))
-    return SelfCheckReport(tuple(rows))
-
-
-def _wrong_answers(task: Task, others: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(case, answer), those that happen to be accepted answers left out."""
-    question = task.messages[-1].content if task.messages else ""
-    cases: list[tuple[str, str | None]] = [("none", None), ("truncated", None), ("empty", ""), ("echo", question)]
-    for gold in task.gold[:1]:
-        cases += [
-            ("cut", gold[:-1]),
-            ("dot", f".{gold}"),
-            ("extra", f"{gold} or something else"),
-            ("repeated", f"{gold} {gold}"),
-            ("all_golds", ", ".join(dict.fromkeys((*task.gold, *others))) + ","),
-            ("tags", f"<answer>{gold}</answer>"),
-            ("thinking", f"<think>{gold}</think>"),
-        ]
-    accepted = {gold.strip() for gold in task.gold}
-    return [(case, answer) for case, answer in cases if answer is None or answer.strip() not in accepted]
-
-
-def _episode(task: Task, answer: str | None, outcome: Outcome = Outcome.COMPLETED) -> Episode:
-    reply = () if answer is None else (Message(role="assistant", content=answer),)
-    return Episode(
-        task=task,
-        messages=(*task.messages, *reply),
-        answer=answer,
-        gold=task.gold,
-        data=task.data,
-        tool_records=(),
-        state={},
-        outcome=outcome,
-        stop_reason=StopReason.ANSWERED if outcome is Outcome.COMPLETED else StopReason.MAX_TURNS,
-        num_turns=1,
-    )
