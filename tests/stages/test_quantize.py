@@ -56,3 +56,4 @@ def test_a_run_shows_its_mismatch(tmp_path: Path, minibatches: int) -> None:
     assert all(row["mismatch_abs"] > 20 * other["mismatch_abs"] for row, other in zip(rows, exact, strict=True))
     assert all(row["mismatch_k3"] > 0 and row["ess_frac"] < 1 and row["kept"] == 1 for row in rows)
     assert "Engine/learner mismatch" in (tmp_path / "int8/report.html").read_text()
+    assert all(other["mismatch_max"] < 1e-3 for other in exact)
