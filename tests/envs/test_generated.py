@@ -124,9 +124,10 @@ def test_two_wordings_of_a_sum_are_two_tasks_of_one_split():
     assert len(several) > 20 and all(len({split for _, split in each}) == 1 for each in several)
 
 
+EVERYBODY = ("mira", "kofi", "lena", "hugo", "tara", "jun", "olga", "femi", "rosa", "nils")
 CONSTANT = {
     "customer_service": [
-        *({"email": f"{name}@example.com"} for name in ("mira", "kofi", "lena", "hugo", "tara", "jun", "olga", "femi")),
+        *({"email": f"{name}@example.com"} for name in EVERYBODY),
         "I can't: it is shipped, or older than 30 days.",
         *(" ".join(map(str, range(low, low + 50))) for low in range(10, 400, 50)),
     ],
