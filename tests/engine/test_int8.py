@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from upswing.engine.base import Sampling
-from upswing.engine.int8 import LEVELS, Int8Product, check_int8, quantize_linears
+from upswing.engine.int8 import LEVELS, Int8Product, _hadamard, check_int8, quantize_linears
 from upswing.engine.torch import TorchEngine
 from upswing.engine.weights import load_weights
 from upswing.errors import ConfigError
@@ -96,6 +98,41 @@ def test_a_row_depends_on_no_other_and_dtype_and_nan_pass_through(kernel: str) -
     assert together[4].isnan().all() and together[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
     assert product.compute(rows.bfloat16()).dtype == torch.bfloat16
     assert quantised(torch.full((8, 64), torch.nan)).compute(rows).isnan().all()
+    assert product.compute(rows[None, :0]).shape == (1, 0, 24)
+
+
+def test_nothing_depends_on_the_defaults_nor_changes_the_filters(kernel: str) -> None:
+    torch.manual_seed(2)
+    layer, rows = nn.Linear(64, 24), torch.randn(9, 64)
+    expected = Int8Product([copy.deepcopy(layer)]).compute(rows)
+    _hadamard.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            before = list(warnings.filters)
+            product = Int8Product([layer])
+            assert warnings.filters == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(product.compute(rows), expected)
+
+
+def test_bfloat16_layers_with_biases(kernel: str) -> None:
+    model = untied().to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    held, layer = copy.deepcopy(model), model.model.layers[1].self_attn.q_proj
+    quantize_linears(held)
+    rows = torch.randn(1, 5, 48, dtype=torch.bfloat16)
+    got = held.model.layers[1].self_attn.q_proj(rows)
+    exact = nn.functional.linear(rows.double(), layer.weight.double(), layer.bias.double())
+    assert got.dtype == torch.bfloat16
+    assert (got - exact).norm() < 0.03 * (exact - layer.bias).norm()
+    load_weights(held, {name: parameter.detach() + 1 for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(held.model.layers[1].self_attn.q_proj(rows * 0)[0, 0], layer.bias + 1)
 
 
 def untied() -> PreTrainedModel:
@@ -165,4 +202,14 @@ def test_weights_are_held_once(model: PreTrainedModel) -> None:
 def test_other_devices_are_refused(tiny: LoadedModel) -> None:
     with pytest.raises(ConfigError, match=r"engine.quantize: got 'int8' on cuda; it is for CPUs only; leave it out"):
         TorchEngine.from_model(tiny.model, device="cuda", quantize="int8")
+    check_int8(torch.device("cpu"))
+
+
+def test_a_pytorch_without_the_kernel_is_refused(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that is used, not another one."""
+    other = {"fbgemm": "onednn", "onednn": "fbgemm"}[kernel]
+    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["none", other]))
+    with pytest.raises(ConfigError, match=f"got 'int8', but this PyTorch was built without {kernel}; leave it out"):
+        check_int8(torch.device("cpu"))
+    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["none", kernel]))
     check_int8(torch.device("cpu"))

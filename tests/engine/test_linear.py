@@ -19,12 +19,13 @@ from upswing.engine.linear import (
     linear_groups,
     speed_up_linears,
 )
+from upswing.engine.torch import TorchEngine
 from upswing.engine.weights import load_weights
 from upswing.models.load import LoadedModel
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (2, 5), (1, MAX_ROWS), (1, MAX_ROWS + 1)])
+@pytest.mark.parametrize("shape", [(1, 0), (1, 1), (1, 7), (2, 5), (1, MAX_ROWS), (1, MAX_ROWS + 1)])
 def test_equals_the_plain_layer(shape: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(16, 24, bias=bias)
@@ -93,6 +94,14 @@ def test_layers_that_differ_in_bias_or_input_stay_apart() -> None:
     model = attention()
     model["k_proj"] = nn.Linear(16, 8, bias=False)
     assert [len(layers) for layers in linear_groups(model)] == [1, 1, 1, 1]
+
+
+def test_an_engines_model_is_not_copied(tiny: LoadedModel) -> None:
+    """Its copy's weights would be views of nothing: updates would pass by the products."""
+    made = [TorchEngine.from_model(tiny.model, device="cpu", quantize=quantize) for quantize in (None, "int8")]
+    for engine in made:
+        with pytest.raises(TypeError, match="engine's model can't be copied; copy the one that the engine was made"):
+            TorchEngine.from_model(engine.model, device="cpu")
 
 
 QKV, GATED = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]

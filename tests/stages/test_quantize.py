@@ -24,7 +24,7 @@ def int8(rl: dict[str, Any], *before: dict[str, Any]) -> Recipe:
     ("rl", "words"),
     [
         ({}, "stages.0.correction: got nothing, but engine.quantize 'int8' samples from another distribution than the "
-             "learner's; add correction: tis (or seq_tis, mis,"),
+             "learner's; add correction: tis (or seq_tis, mis, seq_mis, icepop), or leave"),
         ({"minibatches": 2}, "stages.0.correction: got nothing"),
         ({"minibatches": 2, "old_logprobs": "engine"}, "stages.0.old_logprobs: got 'engine', but engine.quantize"),
         ({"stage": "distill", "teacher": "base"}, "stages.0.kl: got 'sampled', but engine.quantize 'int8'"),
@@ -34,6 +34,35 @@ def test_learning_from_another_distribution_needs_a_correction(rl: dict[str, Any
     with pytest.raises(ConfigError) as caught:
         int8(rl)
     assert words in str(caught.value) and "leave quantize out" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rl", "words"),
+    [
+        ({"correction": "k3_rs"}, "stages.0.correction_high: got 0.01, k3_rs's default, but engine.quantize 'int8'"),
+        ({"correction": "geo_rs"}, "stages.0.correction_low: got 0.999, geo_rs's default"),
+        ({"correction": "geo_rs", "correction_low": 0.9}, "stages.0.correction_high: got 1.001, geo_rs's default"),
+        # The mean log-ratio of what was sampled is below 0, so that this bound is the one that rejects.
+        ({"correction": "geo_rs", "correction_high": 1.1}, "stages.0.correction_low: got 0.999, geo_rs's default"),
+    ],
+)  # fmt: skip
+def test_bounds_that_would_reject_nearly_everything_are_refused(rl: dict[str, Any], words: str) -> None:
+    recipe(rl)
+    with pytest.raises(ConfigError) as caught:
+        int8(rl)
+    assert words in str(caught.value) and "set it wider, or use correction: tis" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rl",
+    [
+        *[{"correction": name} for name in ("tis", "seq_tis", "mis", "seq_mis", "icepop")],
+        {"correction": "k3_rs", "correction_high": 0.2},
+        {"correction": "geo_rs", "correction_low": 0.9, "correction_high": 1.1},
+    ],
+)
+def test_other_bounds_are_taken(rl: dict[str, Any]) -> None:
+    int8(rl)
 
 
 def test_an_unknown_precision_is_refused() -> None:
@@ -54,6 +83,6 @@ def test_a_run_shows_its_mismatch(tmp_path: Path, minibatches: int) -> None:
     rows = run(int8(more), tmp_path / "int8")
     exact = run(recipe(more), tmp_path / "exact")
     assert all(row["mismatch_abs"] > 20 * other["mismatch_abs"] for row, other in zip(rows, exact, strict=True))
+    assert all(other["mismatch_max"] < 1e-3 for other in exact)
     assert all(row["mismatch_k3"] > 0 and row["ess_frac"] < 1 and row["kept"] == 1 for row in rows)
     assert "Engine/learner mismatch" in (tmp_path / "int8/report.html").read_text()
-    assert all(other["mismatch_max"] < 1e-3 for other in exact)

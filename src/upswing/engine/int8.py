@@ -30,15 +30,14 @@ BLOCK = 64
 _SMALLEST = 1e-30
 """Stands for the largest value of a row that is all zero."""
 
-warnings.filterwarnings("ignore", "torch.quantize_per_tensor, torch.quantize_per_channel")  # FBGEMM takes nothing else
-
 
 def check_int8(device: torch.device) -> None:
     """Raises ConfigError where int8 products can't be computed."""
     if device.type != "cpu":
         raise ConfigError(f"engine.quantize: got 'int8' on {device}; it is for CPUs only; leave it out")
-    if "onednn" not in torch.backends.quantized.supported_engines:
-        raise ConfigError("engine.quantize: got 'int8', but this PyTorch has int8 kernels for x86 only; leave it out")
+    needed = "onednn" if Int8Product.onednn else "fbgemm"
+    if needed not in torch.backends.quantized.supported_engines:
+        raise ConfigError(f"engine.quantize: got 'int8', but this PyTorch was built without {needed}; leave it out")
 
 
 class Int8Product(Product):
@@ -52,15 +51,18 @@ class Int8Product(Product):
 
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
         """Quantise the layers' weights, each [out, in]."""
-        scaled = torch.cat([_rotated(one.detach().to("cpu", torch.float32)) for one in weights])
+        parts = [_rotated(one.detach().to("cpu", torch.float32)) for one in weights]
+        scaled = parts[0] if len(parts) == 1 else torch.cat(parts)  # no second copy of a large output layer
         self.scales = torch.stack(scaled.aminmax(dim=1)).abs().amax(0).clamp(min=_SMALLEST) / LEVELS
         rounded = scaled.div_(self.scales[:, None]).round_().to(torch.int8)
-        self.zeros = torch.zeros(len(rounded), dtype=torch.int32)
+        self.zeros = torch.zeros(len(rounded), dtype=torch.int32, device="cpu")
         if self.onednn:
             self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
         else:
-            tagged = torch._make_per_channel_quantized_tensor(rounded, self.scales, self.zeros, 0)
-            self.packed = torch.ops.quantized.linear_prepack(tagged, None)
+            with warnings.catch_warnings():  # deprecated, but FBGEMM takes nothing else
+                warnings.filterwarnings("ignore", "torch.quantize_per_tensor, torch.quantize_per_channel")
+                tagged = torch._make_per_channel_quantized_tensor(rounded, self.scales, self.zeros, 0)
+                self.packed = torch.ops.quantized.linear_prepack(tagged, None)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         unit = _rotated(input.reshape(-1, input.shape[-1]).float())
@@ -74,7 +76,7 @@ class Int8Product(Product):
         else:
             out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(unit, 1 / 127, 128, self.packed)
         out = out.mul_(peak) if self.bias is None else torch.addcmul(self.bias, out, peak)
-        return out.to(input.dtype).reshape(*input.shape[:-1], -1)
+        return out.to(input.dtype).reshape(*input.shape[:-1], len(self.scales))
 
 
 def quantize_linears(model: torch.nn.Module) -> None:
@@ -100,7 +102,7 @@ def _rotated(rows: torch.Tensor) -> torch.Tensor:
 @lru_cache
 def _hadamard(size: int) -> torch.Tensor:
     """Orthogonal, [size, size], +-1 / sqrt(size); `size` is a power of 2."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")  # cached: whatever the defaults are just now
     while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix) / math.sqrt(2)
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / math.sqrt(2)
     return matrix

@@ -40,8 +40,8 @@ class KVCache:
         self.max_slots, self.max_positions = max_slots, max_positions
         empty = torch.zeros(2, 0, num_kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
         self.layers = [empty] * config.num_hidden_layers
-        self.token_gb = 2 * num_kv_heads * head_dim * empty.itemsize * len(self.layers) / 1e9
-        self.budget = sys.maxsize if memory_gb is None else int(memory_gb / self.token_gb)
+        self.token_bytes = 2 * num_kv_heads * head_dim * empty.itemsize * len(self.layers)
+        self.budget = sys.maxsize if memory_gb is None else round(memory_gb * 1e9) // self.token_bytes
 
     @property
     def num_slots(self) -> int:

@@ -8,7 +8,8 @@ q, k and v, and gate and up, can be one product each (`Product`). Measured in fp
 against separate `FewRowsLinear`s, alternating, at 1, 16 and 64 rows: q, k, v 1.35, 1.23, 1.17 times as fast with two
 threads and 1.08, 1.04, 0.98 with one; gate/up 1.09, 1.03, 0.99 and 1.03, 0.91, 0.90, so that stays two. Elsewhere a
 call costs more than the arithmetic of a thin matrix and both are one: on a GPU (7 launches a layer become 4; reasoned,
-not measured) and in int8 (activations are quantised once: 1.8 times as fast for q, k, v, 1.2 for gate/up).
+not measured), in bf16 on a CPU (not measured either) and in int8 (activations are quantised once: 1.8 times as fast
+for q, k, v, 1.2 for gate/up).
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Product:
         for index, layer in enumerate(layers):
             layer.__class__ = SharedLinear
             layer.product, layer.index = self, index  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: object) -> Product:
+        raise TypeError("an engine's model can't be copied; copy the one that the engine was made from")
 
     def hold(self, layers: Sequence[torch.nn.Linear]) -> None:
         self.weight = _stacked(layers, "weight")
@@ -98,8 +102,9 @@ def speed_up_linears(model: torch.nn.Module) -> None:
     """Switch the plain linear layers to what is faster where the model is, in place."""
     weight = next(model.parameters())
     few_rows = weight.device.type == "cpu" and weight.dtype == torch.float32
+    fewest = 3 if few_rows else 2  # q, k and v, but not gate and up where the pair gains nothing
     for layers in linear_groups(model):
-        if len(layers) > (2 if few_rows else 1):
+        if len(layers) >= fewest:
             (FewRowsProduct if few_rows else Product)(layers)
     for module in model.modules():
         if few_rows and type(module) is torch.nn.Linear:
@@ -110,10 +115,10 @@ def _few_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     rows = input.numel() // input.shape[-1]
     if rows > MAX_ROWS:
         return F.linear(input, weight, bias)
-    out = torch.mm(weight, input.reshape(rows, -1).t()).t().contiguous()
+    out = torch.mm(weight, input.reshape(rows, input.shape[-1]).t()).t().contiguous()
     if bias is not None:
         out = out + bias
-    return out.reshape(*input.shape[:-1], -1)
+    return out.reshape(*input.shape[:-1], len(weight))
 
 
 def _stacked(layers: Sequence[torch.nn.Linear], name: str) -> torch.Tensor:

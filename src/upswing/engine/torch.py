@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,7 +143,7 @@ class TorchEngine:
         self._slots = SlotTable(max_slots)
         self._cache = self._empty_cache()
         if self._cache.budget < 2:
-            raise ConfigError(f"kv_memory_gb is {kv_memory_gb:g}; a token takes {self._cache.token_gb:.2g}, 2 must fit")
+            raise ConfigError(f"kv_memory_gb is {kv_memory_gb:g}; 2 tokens of {self._cache.token_bytes} bytes must fit")
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
         self._inbox: deque[Callable[[], None]] = deque()
@@ -182,6 +181,11 @@ class TorchEngine:
         return cls(held, tokenizer=tokenizer, **options)
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that the cache may hold, all slots together."""
+        return self._cache.budget
+
+    @property
     def max_request(self) -> int:
         """Tokens, prompt and completion together, that one request may have."""
         return min(self.max_context, self._cache.budget)
@@ -190,8 +194,8 @@ class TorchEngine:
         """What a request of `total` tokens, more than `max_request`, is above; for messages."""
         if total > self.max_context:
             return f"the engine's context of {self.max_context}"
-        enough = math.ceil(total * self._cache.token_gb * 1e6) / 1e6
-        return f"the {self._cache.budget} that kv_memory_gb {self.kv_memory_gb:g} holds; raise it to {enough:g}"
+        enough = total * self._cache.token_bytes / 1e9
+        return f"the {self._cache.budget} that kv_memory_gb {self.kv_memory_gb:.12g} holds; raise it to {enough:.12g}"
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Sample one completion of `prompt`; see `Engine.generate`.

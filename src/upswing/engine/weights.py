@@ -27,7 +27,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
     A tied parameter may be given under any of its names. Raises ValueError for unknown or missing names, before
     anything is changed, and for a wrong shape. Values are read once and one at a time, because a lazy mapping makes
-    each when it is read; so a wrong shape is found after the parameters before it have been loaded.
+    each when it is read (int8 holds those of one product, up to three, until all are there); so a wrong shape is found
+    after the parameters before it have been loaded.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in weights:

@@ -48,7 +48,7 @@ class VerifierSection(Section):
         "path/v.py:check."
     )
     weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
-    gate: Bool = Field(default=False, description="Its score, 0 to 1, multiplies what the others add to the reward.")
+    gate: Bool = Field(default=False, description="Its score, 0 to 1, multiplies the reward instead.")
     weight_from: Float | None = Field(default=None, description="The weight at an RL stage's first step, if another.")
     weight_steps: Count | None = Field(default=None, description="After how many RL steps `weight` is reached.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
@@ -62,8 +62,6 @@ class VerifierSection(Section):
         if (self.weight_from is None) != (self.weight_steps is None):
             missing = "weight_steps" if self.weight_steps is None else "weight_from"
             raise refuse(missing, "got nothing, but weight_from and weight_steps go together")
-        if self.weight_from == self.weight:
-            raise refuse("weight_from", f"got {self.weight:g}, which weight is too; leave it and weight_steps out")
         return self
 
 
@@ -105,8 +103,10 @@ class EngineSection(Section):
     )
     kv_memory_gb: Positive | None = Field(
         default=None,
-        description="Memory for cached keys and values, in GB (1e9 bytes); when it is full, the cache of idle "
-        "trajectories goes first, then the youngest turn waits and is computed again; null: no limit.",
+        description="Memory for cached keys and values, in GB (1e9 bytes); null: no limit. Size it as trajectories at "
+        "once times the longest one: no more play at once than it holds limits.context_tokens for. When full, the "
+        "cache of idle trajectories goes first, then the youngest turn waits, which counts towards "
+        "limits.turn_timeout_s, and is computed again.",
     )
 
 
@@ -212,20 +212,23 @@ class Recipe(Section):
             if stage.correction is None:
                 raise refuse(
                     f"stages.{index}.correction",
-                    f"got nothing, {why}; add correction: tis (or {', '.join(list(EFFECTS['correction'])[1:])}), "
+                    f"got nothing, {why}; add correction: tis (or seq_tis, mis, seq_mis, icepop), "
                     "or leave quantize out",
                 )
 
     def _check_verifiers(self) -> None:
+            for key, default in EFFECTS["correction"][stage.correction].items():
+                if stage.correction in ("geo_rs", "k3_rs") and getattr(stage, key) == default:
+                    raise refuse(
+                        f"stages.{index}.{key}",
+                        f"got {default:g}, {stage.correction}'s default, {why}, so that nearly everything would be "
+                        "rejected; set it wider, or use correction: tis",
+                    )
         names = [verifier.name for verifier in self.verifiers]
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise refuse(f"verifiers.{index}.name", f"got '{name}' twice; allowed: each verifier once")
-            if self.verifiers[index].weight_from is not None and not any(
-                isinstance(stage, RlStage | DistillStage) for stage in self.stages
-            ):
-                raise refuse(f"verifiers.{index}.weight_from", "got a value without effect, as there is no rl stage")
-        if not any(verifier.weight for verifier in self.verifiers if not verifier.gate):
+        if not any(verifier.weight for verifier in self.verifiers):
             raise refuse("verifiers.0.weight", "got 0 for every verifier, so that the reward is always 0")
 
     def _check_stage_names(self) -> None:

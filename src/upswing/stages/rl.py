@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,7 +92,7 @@ def _is_over(stage: RlStage | DistillStage, training: _Training) -> bool:
 
 async def _step(context: RunContext, stage: RlStage | DistillStage, training: _Training, shown: TaskProgress) -> None:
     """One step of the loop."""
-    started = time.perf_counter()
+    started, before = time.perf_counter(), asdict(context.engine.stats)
     groups = await _groups(context, stage, training)
     rollout_s = time.perf_counter() - started
     training.updating = True
@@ -102,10 +102,12 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     step_s = time.perf_counter() - started
     training.train_s += step_s
     found = {} if update is None else update.as_dict()
+    lost = {key: getattr(context.engine.stats, key) - before[key] for key in ("preemptions", "evictions")}
     values = {
         **batch_metrics(groups, batch.rewards_B.tolist(), context.recovered, context.rubric.at(training.step).weights),
         **{key: value for key, value in found.items() if key != "seconds"},
         **signals,
+        **(lost if any(lost.values()) or context.recipe.engine.kv_memory_gb is not None else {}),
         "rollout_s": rollout_s,
         "update_s": found.get("seconds", 0.0),
         "sync_s": step_s - learned_s,

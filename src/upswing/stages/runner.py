@@ -63,10 +63,6 @@ RUNNERS: dict[type, Callable[..., Awaitable[dict[str, Any]]]] = {
 }
 
 
-REWRITTEN = (RECIPE, ENVIRONMENT)
-"""Files that a resumed run writes before it looks when the last one stopped."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     out: Path
@@ -102,10 +98,12 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
     if (out / RECIPE).exists():
         check_same(load_recipe(out / RECIPE), recipe, out)
     out.mkdir(parents=True, exist_ok=True)
+    last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*")), default=0.0)
+    context = _context(recipe, out, world, log)  # before the folder is this recipe's: a refused one can be corrected
     replace_file(out / RECIPE, recipe.dump())
     replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe), indent=1))
     try:
-        asyncio.run(_run(recipe, out, world, log))
+        asyncio.run(_run(context, last_sign_of_life))
     finally:
         report = write_report(out)
     results = read_json(out / RESULTS) or []
@@ -115,18 +113,16 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
     return RunResult(out=out, report=report, results=results, wall_s=time.perf_counter() - started)
 
 
-async def _run(recipe: Recipe, out: Path, world: World, log: Progress) -> None:
-    last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*") if path.name not in REWRITTEN), default=0.0)
-    context = _context(recipe, out, world, log)
+async def _run(context: RunContext, last_sign_of_life: float) -> None:
     try:
-        for index, stage in enumerate(recipe.stages):
+        for index, stage in enumerate(context.recipe.stages):
             if context.state.is_done(stage.name):
                 context.note(f"{stage.name}: done already")
                 continue
             context.state.begin(stage.name, last_sign_of_life)
             facts = await RUNNERS[type(stage)](context, stage, index)
             context.state.finish(stage.name, **facts)
-            write_report(out)
+            write_report(context.out)
     finally:
         await context.engine.close()
 
@@ -156,7 +152,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         end_tokens=loaded.stop_tokens,
         limits=Limits(**limits.model_dump(exclude={"max_retries"})),
         engine=engine,
-        max_concurrent=recipe.engine.max_slots,
+        max_concurrent=min(recipe.engine.max_slots, engine.kv_tokens // tokens),
         max_retries=limits.max_retries,
     )
     return RunContext(
