@@ -62,7 +62,7 @@ class Verifier:
 
     async def __call__(self, episode: Episode) -> Score:
         """The score; value None with the reason when it raised, took too long or gave no finite number."""
-        kwargs = {name: episode if name == WHOLE else getattr(episode, name) for name in self.fields}
+        kwargs: dict[str, Any] = {name: episode if name == WHOLE else getattr(episode, name) for name in self.fields}
         kwargs.update(self.options)
         try:
             if self.inline:
