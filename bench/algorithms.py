@@ -328,7 +328,7 @@ def measure_arm(arm: str) -> None:
             source_model=lambda source: LlamaForCausalLM(LlamaConfig(**SHAPE | shape)),
             adapted=lambda model, stage: model,
             trainer_options=lambda stage: {name: getattr(stage, name) for name in names},
-            weights={"strict_match": 1.0},
+            rubric=SimpleNamespace(at=lambda step: SimpleNamespace(weights={"strict_match": 1.0})),
         )
         method = PolicyMethod(context, stage, 0)
         for step in range(2):

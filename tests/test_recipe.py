@@ -172,6 +172,12 @@ def test_wrong_overrides_get_one_clear_line(path: Path, override: str, words: li
         (["verifiers.0.weight=0"], "got 0 for every verifier"),
         (["verifiers=[{name: f1}, {name: format, gate: true, weight: 2}]"], "verifiers.1.gate: got true, but a gate"),
         (["verifiers=[{name: f1, weight_from: 0}]"], "verifiers.0.weight_steps: got nothing, but"),
+        (["verifiers=[{name: f1, weight_from: 1, weight_steps: 3}]"], "verifiers.0.weight_from: got 1, which"),
+        (
+            ["verifiers=[{name: f1, weight_from: 0.5, weight_steps: 3}]", "stages=[{stage: sft}]"],
+            "verifiers.0.weight_from: got a value without effect, as there is no rl stage",
+        ),
+        (["verifiers=[{name: f1, weight: 0}, {name: format, gate: true}]"], "verifiers.0.weight: got 0 for every"),
         (["verifiers=[f1, f1]"], "verifiers.1.name: got 'f1' twice"),
         (["limits.context_tokens=4096"], "limits.context_tokens: got 4096; allowed: up to engine.max_context (2048)"),
         (["limits.turn_tokens=2000"], "limits.turn_tokens: got 2000; allowed: up to context_tokens (1024)"),

@@ -95,6 +95,22 @@ def test_a_verifier_that_breaks_is_not_a_zero(run: Path, judge: str, why: str):
     assert all(row[4] == "not scored" and why in row[5] for row in tables(result)[1]["rows"])
 
 
+def test_a_weight_that_changes_over_steps_is_that_of_the_step(run: Path):
+    """RL's step s is stored as s + 1: its first two, 0 and 1, had weights 1 and 2; other stages have the last, 3."""
+    ramp = "verifiers=[{name: strict_match, weight: 3.0, weight_from: 1.0, weight_steps: 2}]"
+    store = TrajectoryStore(run / "trajectories")
+    for step in (1, 2, 3, 9):
+        store.append("rl", step, [attempt("a/0", "lima", 0.0)])
+    rows = tables(upswing("rescore", run, ramp))[1]["rows"]
+    assert {row[0]: row[4] for row in rows} == {
+        "rl 1: a/0": "1",
+        "rl 2: a/0": "2",
+        "rl 3: a/0": "3",
+        "rl 9: a/0": "3",
+        "test 0: c/0": "3",
+    }
+
+
 def test_an_unchanged_rubric_changes_nothing(run: Path):
     (run / "trajectories" / "test-000000.jsonl.gz").unlink()
     assert len(tables(upswing("rescore", run, "verifiers=[strict_match]"))) == 1

@@ -1,5 +1,6 @@
 """The sampler against definitions and against frequencies."""
 
+import copy
 import math
 import random
 
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from upswing.engine.base import Sampling
 from upswing.engine.sampler import sample
+from upswing.models.load import LoadedModel
+
+from .conftest import MakeEngine
 
 
 def definition(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -99,6 +103,35 @@ def test_nucleus_larger_than_the_candidates() -> None:
     drawn = sample(torch.zeros(50, 3000), [Sampling(top_p=0.9)] * 50, [i / 50 for i in range(50)])
     assert max(drawn.logprobs) == pytest.approx(-math.log(2700), abs=1e-3)
     assert len(set(drawn.tokens)) == 50
+
+
+@pytest.mark.parametrize(
+    ("probs", "top_p", "kept"),
+    [
+        ([0.5, 0.3, 0.15, 0.05], 0.8, 2),
+        ([0.4, 0.3, 0.2, 0.1], 0.7, 2),
+        ([0.4, 0.3, 0.2, 0.1], 0.9, 3),
+        ([0.6, 0.2, 0.1, 0.1], 0.8, 2),
+        ([0.4, 0.2, 0.2, 0.2], 0.6, 2),
+        ([0.3, 0.3, 0.25, 0.15], 0.85, 3),
+        ([0.6, 0.2, 0.1, 0.1], 1e-7, 1),
+    ],
+)
+def test_a_nucleus_that_holds_exactly_top_p_needs_no_more(probs: list[float], top_p: float, kept: int) -> None:
+    drawn = sample(
+        torch.tensor(probs).log().expand(100, -1), [Sampling(top_p=top_p)] * 100, [i / 100 for i in range(100)]
+    )
+    assert len(set(drawn.tokens)) == kept and 0 in drawn.tokens  # which of equals is arbitrary
+
+
+async def test_a_model_s_own_sampling_defaults_are_ignored(tiny: LoadedModel, make_engine: MakeEngine) -> None:
+    """RL's log-probs are of the distribution that was asked for."""
+    other = copy.deepcopy(tiny.model)
+    for name, value in {"do_sample": True, "top_p": 0.1, "top_k": 2, "temperature": 0.2}.items():
+        setattr(other.generation_config, name, value)
+    asked = Sampling(max_tokens=12, seed=3)
+    done = [await make_engine(model).generate([30, 40, 50], asked) for model in (tiny.model, other)]
+    assert done[0].tokens == done[1].tokens and done[0].engine_logprobs == done[1].engine_logprobs
 
 
 def test_rows_do_not_influence_each_other() -> None:

@@ -35,6 +35,13 @@ def test_a_value_is_of_the_state_before_its_token(kind, max_tokens):
         assert values.dtype == np.float32 and np.isnan(np.delete(values, found)).all()
 
 
+def test_recomputed_tokens_are_reported():
+    rows = random_rows()
+    critic = Critic(scalar(), lr=0.1, gradient_checkpointing=True)
+    metrics = critic.value_update(rows, targets(rows), critic.values(rows))
+    assert metrics["num_tokens_recomputed"] == metrics["num_tokens"] > 0
+
+
 def test_a_token_is_not_seen_by_its_own_value():
     one = row(range(5, 25), range(10, 20))
     critic = Critic(scalar(), lr=0.1)

@@ -90,7 +90,8 @@ def constant(value):
         (1.0, 0.0, 0.0),
         (0.0, 1.0, 0.0),
         (1.0, 0.5, 1.0),
-        (-1.0, 0.0, 0.0),
+        (-1.0, 0.0, -2.0),  # a failed gate is no way out of a penalty
+        (-1.0, 0.5, -2.0),
         (None, 0.0, None),
         (1.0, None, None),
         (1.0, 1.5, None),
@@ -118,7 +119,7 @@ def test_the_reward_is_always_what_its_components_and_weights_say(parts, gates, 
     items = [(f"v{i}", constant(score), weight) for i, (score, weight) in enumerate(parts)] + [("one", constant(1), 1)]
     named = {f"g{i}": value for i, value in enumerate(gates)}
     rubric = Rubric(
-        [*items, *((name, constant(value), 0) for name, value in named.items())], gates=named, ramps={"one": (0.0, 10)}
+        [*items, *((name, constant(value), 0) for name, value in named.items())], gates=named, ramps={"one": (0.5, 10)}
     ).at(step)
     from upswing.trajectory.types import Outcome, StopReason
     from upswing.verify import Episode
@@ -131,8 +132,17 @@ def test_the_reward_is_always_what_its_components_and_weights_say(parts, gates, 
         )
     )
     told = sum(weight * score.components[name] for name, weight in rubric.weights.items())
-    wanted = math.prod(gates) * (sum(s * w for s, w in parts) + min(step / 10, 1))
+    shares = [s * w for s, w in parts] + [0.5 + 0.5 * min(step / 10, 1)]
+    wanted = sum(share * (math.prod(gates) if share > 0 else 1) for share in shares)
     assert score.value == pytest.approx(told) == pytest.approx(wanted)
+
+
+async def test_a_failed_gate_raises_no_reward_whatever_signs_it_is_made_of(episode):
+    """Scores and weights below 0: a penalty is one either way."""
+    items = [("a", constant(3), 1.0), ("b", constant(-3), 0.5), ("c", constant(2), -1.0), ("g", constant(0.5), 0.0)]
+    score = await Rubric(items, gates=["g"]).score(episode())
+    assert score.value == 1.5 - 1.5 - 2.0
+    assert [score.components[f"{name}.gated"] for name in "abc"] == [1.5, -3.0, 2.0]
 
 
 async def test_a_weight_that_changes_over_steps(episode):
@@ -150,6 +160,7 @@ async def test_a_weight_that_changes_over_steps(episode):
         ({"gates": ["strict"]}, "'strict' is a gate"),
         ({"ramps": {"f1": (math.inf, 3)}}, "'f1': weight must be a finite number"),
         ({"ramps": {"f1": (0.0, 0)}}, "'f1': its weight must change over at least 1 step"),
+        ({"ramps": {"f1": (0.0, 2), "strict": (0.0, 2)}}, "no verifier has a weight other than 0 at step 0"),
     ],
 )
 def test_gates_and_ramps_that_can_not_be(options, words):
@@ -160,11 +171,11 @@ def test_gates_and_ramps_that_can_not_be(options, words):
 
 async def test_gates_and_ramps_from_a_recipe(episode):
     specs = [
-        SimpleNamespace(name="strict_match", weight=1.0, args={}, weight_from=0.0, weight_steps=2),
+        SimpleNamespace(name="strict_match", weight=1.0, args={}, weight_from=0.5, weight_steps=2),
         SimpleNamespace(name="format", weight=1.0, args={}, gate=True),
     ]
     rubric = rubric_from(specs)
-    assert (await rubric.score(episode())).value == 1.0 and (await rubric.at(1).score(episode())).value == 0.5
+    assert (await rubric.score(episode())).value == 1.0 and (await rubric.at(1).score(episode())).value == 0.75
     assert (await rubric.score(episode(state={"invalid_calls": 1}))).value == 0.0
     assert rubric.weights == {"strict_match.gated": 1.0}
 

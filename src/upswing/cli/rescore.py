@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 
 from upswing.cli.common import check_run_folder, user_command
 from upswing.errors import ConfigError, did_you_mean
-from upswing.recipe import load_recipe
+from upswing.recipe import DistillStage, RlStage, load_recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ def rescore_command(
         raise ConfigError(f"'{foreign[0]}' changes nothing here: only verifiers can be changed")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ConfigError(f"--out: '{out}' is a folder" if out.is_dir() else f"--out: no folder '{out.parent}'")
-    config = load_recipe(recipe or run, overrides or [])
+    config, played = load_recipe(recipe or run, overrides or []), load_recipe(run)
     from upswing.monitor.progress import Progress
     from upswing.trajectory.store import TrajectoryStore
     from upswing.verify import rubric_from
@@ -64,7 +64,8 @@ def rescore_command(
             raise ConfigError(f"--stage: no trajectories of '{name}'{did_you_mean(name, stages)} ({', '.join(stages)})")
     stored = (one for name in stage or stages for one in store.read(name))
     log.note(f"judging what {', '.join(stage or stages)} stored with {', '.join(v.name for v in config.verifiers)}")
-    rows = asyncio.run(_judged(stored, rubric_from(config.verifiers), config.limits.scoring_timeout_s))
+    by_step = {one.name for one in played.stages if isinstance(one, RlStage | DistillStage)}
+    rows = asyncio.run(_judged(stored, rubric_from(config.verifiers), by_step, config.limits.scoring_timeout_s))
     log.table(_summary(rows))
     changed = sorted((row for row in rows if row.changed), key=lambda row: -abs(row.rise))
     if changed and examples:
@@ -100,11 +101,15 @@ class _Row:
         return math.inf if self.before is None or self.after is None else self.after - self.before
 
 
-async def _judged(stored: Iterator[StoredTrajectory], rubric: Rubric, timeout_s: float) -> list[_Row]:
+async def _judged(
+    stored: Iterator[StoredTrajectory], rubric: Rubric, by_step: Collection[str], timeout_s: float
+) -> list[_Row]:
+    """`by_step`: stages whose step s, stored as s + 1, is judged with the weights that the rubric has then."""
     from upswing.rollout.collect import judge
 
     async def one(item: StoredTrajectory) -> _Row:
-        then, now = item.trajectory, await judge(item.trajectory, rubric, timeout_s)
+        rubric_then = rubric.at(max(0, item.step - 1)) if item.stage in by_step else rubric
+        then, now = item.trajectory, await judge(item.trajectory, rubric_then, timeout_s)
         return _Row(
             stage=item.stage,
             step=item.step,

@@ -136,8 +136,9 @@ def _draw_truncated(scores_BV: torch.Tensor, settings: Sampling, u_B: torch.Tens
         probs_BC = (scores_BC - (scores_BC if top_k else scores_BV).logsumexp(-1, keepdim=True)).exp()
         if bool((probs_BC.sum(-1) > settings.top_p + 1e-3).all()):
             break
-    keep_BC = (probs_BC.cumsum(-1) - probs_BC) < settings.top_p
-    keep_BC &= probs_BC >= settings.min_p * probs_BC[:, :1]
+    keep_BC = probs_BC >= settings.min_p * probs_BC[:, :1]
+    if settings.top_p < 1:  # the margin: 0.5 and 0.3 make a nucleus of 0.8, however they are rounded
+        keep_BC &= probs_BC.cumsum(-1) - probs_BC < settings.top_p - 1e-6
     keep_BC[:, 0] = True
     weights_BC, top_B = _weights(scores_BC)
     weights_BC.masked_fill_(~keep_BC, 0.0)

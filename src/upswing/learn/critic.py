@@ -101,7 +101,8 @@ class Critic(ScalarTrainer):
 def tally_values(tally: Tally) -> dict[str, float]:
     """An update's metrics as flat numbers; `loss` and `grad_norm` are NaN when no step was taken."""
     means = {name: tally.mean(name).value for name in ("loss", "grad_norm", *tally.means)}
-    counts = {f"num_{name}": float(tally.counts[name]) for name in ("tokens", "steps", "steps_skipped", "nonfinite")}
+    names = ("tokens", "tokens_recomputed", "steps", "steps_skipped", "nonfinite")
+    counts = {f"num_{name}": float(tally.counts[name]) for name in names}
     return {**means, **counts, "lr": tally.lr, "seconds": tally.seconds}
 
 

@@ -27,8 +27,10 @@ def gradients_in_place() -> Iterator[None]:
 
 
 def is_in_place(weight: torch.Tensor) -> bool:
-    """Whether a forward that runs now leaves the gradient of `weight` in place: asked for, and a trained parameter."""
-    return _ACTIVE.get() and weight.requires_grad and weight.is_leaf
+    """Whether a forward that runs now leaves the gradient of `weight` in place: asked for, and a trained parameter
+    without hooks, which autograd alone calls."""
+    hooks: Any = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return _ACTIVE.get() and weight.requires_grad and weight.is_leaf and not hooks
 
 
 def grad_of(weight: torch.Tensor) -> torch.Tensor:
@@ -41,22 +43,20 @@ def grad_of(weight: torch.Tensor) -> torch.Tensor:
 def embedded(model: Any, tokens_1N: torch.Tensor) -> dict[str, torch.Tensor]:
     """A model's input, as ids or already embedded, [1, N, H]. An embedding that does more than look up gets ids."""
     embedding = model.get_input_embeddings()
-    if type(embedding) is not torch.nn.Embedding or not is_in_place(embedding.weight):
+    plain = type(embedding) is torch.nn.Embedding and embedding.padding_idx is None
+    if not plain or not is_in_place(embedding.weight):
         return {"input_ids": tokens_1N}
     apply: Any = _Embedding.apply
-    return {"inputs_embeds": apply(embedding.weight, tokens_1N, embedding.padding_idx)}
+    return {"inputs_embeds": apply(embedding.weight, tokens_1N)}
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_VH: torch.Tensor, tokens_1N: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
-        ctx.weight, ctx.tokens_1N, ctx.padding_idx = weight_VH, tokens_1N, padding_idx
+    def forward(ctx: Any, weight_VH: torch.Tensor, tokens_1N: torch.Tensor) -> torch.Tensor:
+        ctx.weight, ctx.tokens_1N = weight_VH, tokens_1N
         return torch.nn.functional.embedding(tokens_1N, weight_VH)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
-        grad_1NH, tokens_1N = grads[0], ctx.tokens_1N
-        if ctx.padding_idx is not None:  # torch never trains that row by look-ups
-            grad_1NH = grad_1NH.masked_fill((tokens_1N == ctx.padding_idx)[..., None], 0.0)
-        grad_of(ctx.weight).index_add_(0, tokens_1N[0], grad_1NH[0])
-        return None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
+        grad_of(ctx.weight).index_add_(0, ctx.tokens_1N[0], grads[0][0])
+        return None, None

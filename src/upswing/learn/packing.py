@@ -55,6 +55,11 @@ class Pack:
     def num_tokens(self) -> int:
         return len(self.tokens_N)
 
+    @property
+    def num_copied(self) -> int:
+        """Tokens whose keys and values attention copies: the whole chain's, for each segment with a prefix."""
+        return sum(int(self.position_ids_N[one.end - 1]) + 1 for one in self.segments if one.prefix is not None)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Item:

@@ -28,6 +28,8 @@ from upswing.models.attention import use_upswing_attention
 
 Objective = Callable[[Pack], torch.Tensor]
 """A pack -> its share of the loss, a scalar with gradient; shares add up to the same however rows are cut."""
+FLOOR = 256
+"""A pack of fewer tokens takes about as long as one of this many."""
 
 
 CPU_PACK, GPU_PACK = 1024, 8192
@@ -48,7 +50,7 @@ class Trainer:
         schedule: Schedule | None = None,
         max_tokens_per_pack: int | None = None,
         compute_dtype: torch.dtype | None = None,
-        gradient_checkpointing: bool | float = False,
+        gradient_checkpointing: bool | float | None = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
@@ -56,7 +58,8 @@ class Trainer:
 
         `lr` is the peak, `schedule` its factor by update (constant by default). `grad_clip` bounds the gradient's norm.
         `version`: where to count updates from. `gradient_checkpointing`: whether to recompute activations in the
-        backward pass, or the GB that a pack's may take: `packs` then cuts smaller ones or has some recomputed.
+        backward pass, or the GB that a pack's may take: `packs` then cuts smaller ones or has some recomputed; 0 or
+        None: no. Raises ValueError for anything else.
         """
         use_upswing_attention(model)
         self.model = model
@@ -68,19 +71,24 @@ class Trainer:
         """What else a checkpoint keeps: numbers that its stage adapts."""
         on_cpu = next(model.parameters()).device.type == "cpu"
         self.max_tokens_per_pack = max_tokens_per_pack or (CPU_PACK if on_cpu else GPU_PACK)
-        if gradient_checkpointing:
-            # The older name warns in newer transformers.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
         self._lr, self._grad_clip, self._schedule = lr, grad_clip, schedule or Schedule()
         self._compute_dtype = compute_dtype
         self._rng = np.random.default_rng(seed)
-        self._fits = Fits(kept=0) if gradient_checkpointing is True else Fits()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.device = self._parameters[0].device
         self._optimizer = _make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-        if not isinstance(gradient_checkpointing, bool):
-            self._fits = Fits.measure(model, self.autocast, gradient_checkpointing)
+        self._fits = self._recompute(gradient_checkpointing)
+
+    def _recompute(self, wanted: bool | float | None) -> Fits:
+        if not wanted:
+            return Fits()
+        if wanted is not True and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
+            raise ValueError(f"gradient_checkpointing is {wanted!r}; allowed: True, False or a number of GB above 0")
+        fits = Fits(kept=0) if wanted is True else Fits.measure(self.model, self.autocast, wanted)
+        # The older name warns in newer transformers.
+        enable = getattr(self.model, "activation_checkpointing_enable", None)
+        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        return fits
 
     @property
     def lr(self) -> float:
@@ -109,8 +117,8 @@ class Trainer:
     def packs(self, rows: Sequence[TrainRow], **options: Any) -> list[Pack]:
         """`pack` for a forward with gradient, within the budget for activations unless a row alone is beyond it.
 
-        Smaller packs cost nothing, except that a beginning shared by rows in different packs is computed in each; what
-        costs less of that and of recomputing packs that are too large is taken.
+        In smaller packs a beginning shared by rows of different packs is computed in each, and very small ones are
+        slow; what costs less of that and of recomputing packs that are too large is taken.
         """
         limits = [limit for limit in (self._fits.recomputed, self._fits.kept) if limit >= 1] or [1]
         sizes = dict.fromkeys(int(min(self.max_tokens_per_pack, limit)) for limit in limits)
@@ -118,7 +126,7 @@ class Trainer:
 
     def _cost(self, one: Pack) -> float:
         """In tokens computed once."""
-        return one.num_tokens * (RECOMPUTE_COST if one.num_tokens > self._fits.kept else 1.0)
+        return max(one.num_tokens, FLOOR) * (RECOMPUTE_COST if self._fits.recomputes(one) else 1.0)
 
     def step(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> None:
         """Forward and backward of every pack, then one optimizer step if there is a gradient and it is finite."""
@@ -127,7 +135,7 @@ class Trainer:
             return
         total = 0.0
         for one in packs:
-            recompute = one.num_tokens > self._fits.kept
+            recompute = self._fits.recomputes(one)
             if self._fits.kept < math.inf:
                 for module in self.model.modules():
                     if hasattr(module, "gradient_checkpointing"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 Bool = Annotated[bool, Field(strict=True)]
@@ -35,3 +36,20 @@ def refuse(key: str, message: str) -> PydanticCustomError:
 def expand_shorthand(value: Any, key: str) -> Any:
     """`exact_match` -> `{name: exact_match}`: a plain string stands for a section with only its main key."""
     return {key: value} if isinstance(value, str) else value
+
+
+def _switch_or_gb(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, int | float) and 0 < value < math.inf):
+        return value
+    raise refuse("", f"got {value!r}; allowed: true, false, or a number of GB above 0")
+
+
+GradientCheckpointing = Annotated[
+    Bool | Positive,
+    BeforeValidator(_switch_or_gb),
+    Field(
+        description="Recompute activations in the backward pass: less memory, a third more time. A number: only where "
+        "a pack's would take more GB than that and smaller packs would cost more (activations only: bf16 copies of "
+        "weights, gradients and a chunk of logits come on top)."
+    ),
+]

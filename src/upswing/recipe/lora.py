@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
@@ -15,12 +14,6 @@ ALL_LINEAR = "all-linear"
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def _switch_or_gb(value: Any) -> Any:
-    if isinstance(value, bool) or (isinstance(value, int | float) and 0 < value < math.inf):
-        return value
-    raise refuse("", f"got {value!r}; allowed: true, false, or a number of GB above 0")
 
 
 class LoraSection(Section):
@@ -53,14 +46,6 @@ class LoraSection(Section):
 
 
 Lora = Annotated[LoraSection | None, Field(description="Train an adapter of these dimensions; null: all weights.")]
-GradientCheckpointing = Annotated[
-    Bool | Positive,
-    BeforeValidator(_switch_or_gb),
-    Field(
-        description="Recompute activations in the backward pass: less memory, a third more time. A number: only where "
-        "a pack's would take more GB than that and smaller packs would cost more."
-    ),
-]
 
 
 def refuse_dropout(lora: LoraSection | None) -> None:

@@ -48,7 +48,7 @@ class VerifierSection(Section):
         "path/v.py:check."
     )
     weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
-    gate: Bool = Field(default=False, description="Its score, 0 to 1, multiplies the reward instead.")
+    gate: Bool = Field(default=False, description="Its score, 0 to 1, multiplies what the others add to the reward.")
     weight_from: Float | None = Field(default=None, description="The weight at an RL stage's first step, if another.")
     weight_steps: Count | None = Field(default=None, description="After how many RL steps `weight` is reached.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
@@ -62,6 +62,8 @@ class VerifierSection(Section):
         if (self.weight_from is None) != (self.weight_steps is None):
             missing = "weight_steps" if self.weight_steps is None else "weight_from"
             raise refuse(missing, "got nothing, but weight_from and weight_steps go together")
+        if self.weight_from == self.weight:
+            raise refuse("weight_from", f"got {self.weight:g}, which weight is too; leave it and weight_steps out")
         return self
 
 
@@ -215,8 +217,6 @@ class Recipe(Section):
                     f"got nothing, {why}; add correction: tis (or seq_tis, mis, seq_mis, icepop), "
                     "or leave quantize out",
                 )
-
-    def _check_verifiers(self) -> None:
             for key, default in EFFECTS["correction"][stage.correction].items():
                 if stage.correction in ("geo_rs", "k3_rs") and getattr(stage, key) == default:
                     raise refuse(
@@ -224,11 +224,17 @@ class Recipe(Section):
                         f"got {default:g}, {stage.correction}'s default, {why}, so that nearly everything would be "
                         "rejected; set it wider, or use correction: tis",
                     )
+
+    def _check_verifiers(self) -> None:
         names = [verifier.name for verifier in self.verifiers]
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise refuse(f"verifiers.{index}.name", f"got '{name}' twice; allowed: each verifier once")
-        if not any(verifier.weight for verifier in self.verifiers):
+            if self.verifiers[index].weight_from is not None and not any(
+                isinstance(stage, RlStage | DistillStage) for stage in self.stages
+            ):
+                raise refuse(f"verifiers.{index}.weight_from", "got a value without effect, as there is no rl stage")
+        if not any(verifier.weight for verifier in self.verifiers if not verifier.gate):
             raise refuse("verifiers.0.weight", "got 0 for every verifier, so that the reward is always 0")
 
     def _check_stage_names(self) -> None:

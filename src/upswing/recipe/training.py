@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from upswing.recipe.fields import Count, NotNegative, Positive, Schedule, Section, Text
-from upswing.recipe.lora import GradientCheckpointing, Lora
+from upswing.recipe.fields import Count, GradientCheckpointing, NotNegative, Positive, Schedule, Section, Text
+from upswing.recipe.lora import Lora
 
 
 class TrainStage(Section):

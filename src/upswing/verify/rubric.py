@@ -28,12 +28,13 @@ class VerifierSpec(Protocol):
 Ramp = tuple[float, int]
 """(weight at step 0, steps until it is the verifier's own weight)."""
 GATED = ".gated"
-"""After a verifier's name: its score times the gates', which is what the reward is made of."""
+"""After a verifier's name: its score as the gates leave it, which is what the reward is made of."""
 
 
 class Rubric:
-    """The reward: the product of its gates' scores times the weighted sum of the other verifiers'.
+    """The reward: the weighted sum of the verifiers' scores, each part that raises it times the gates' scores.
 
+    A part that lowers the reward stays whole: a failed gate never pays.
     Weight 0: measured and reported, never part of the reward. The reward is always the sum of `weights` times the
     score's components of those names.
     """
@@ -45,8 +46,8 @@ class Rubric:
         gates: Iterable[str] = (),
         ramps: Mapping[str, Ramp] | None = None,
     ) -> None:
-        """`items`: (name, verifier or function, weight). Gates must score in [0, 1]: at 0 the reward is 0; their own
-        weight is 0. Raises ConfigError for what can't be a reward."""
+        """`items`: (name, verifier or function, weight). Gates must score in [0, 1]: at 0 no reward is above 0; their
+        own weight is 0. Raises ConfigError for what can't be a reward."""
         self.items: tuple[tuple[str, Verifier, float], ...] = tuple(
             (name, verifier_from(verifier, name=name), float(weight)) for name, verifier, weight in items
         )
@@ -67,6 +68,8 @@ class Rubric:
                 raise ConfigError(f"verifier '{name}': its weight must change over at least 1 step, got {steps}")
         if not any(weight for _, _, weight in self.items):
             raise ConfigError("no verifier has a weight other than 0, so the reward would always be 0")
+        if not self.at(0).weights:
+            raise ConfigError("no verifier has a weight other than 0 at step 0; let one start above 0")
 
     def at(self, step: int) -> Rubric:
         """The rubric with the weights that it has at a step (0-based); without, it has those it ends with."""
@@ -106,7 +109,10 @@ class Rubric:
         if not judged:
             return Score(value=None, components=components, reason="; ".join(reasons))
         if self.gates:
-            components |= {name + GATED: gate * (components[name] or 0.0) for name, _, weight in self.items if weight}
+            for name, _, weight in self.items:
+                if weight:
+                    value = components[name] or 0.0
+                    components[name + GATED] = gate * value if weight * value > 0 else value
         total = sum(weight * (components[name] or 0.0) for name, weight in self.weights.items())
         if not math.isfinite(total):
             return Score(
