@@ -111,6 +111,15 @@ def test_a_weight_that_changes_over_steps_is_that_of_the_step(run: Path):
     }
 
 
+def test_a_task_that_a_step_holds_twice_makes_two_groups(run: Path):
+    store = TrajectoryStore(run / "trajectories")
+    names = [("a-b/7/0-0", "lima"), ("a-b/7/0-1", "lima"), ("a-b/7/1-0", "oslo"), ("a-b/7/1-1", "oslo")]
+    store.append("rl", 3, [attempt(name, answer, float(answer == "lima")) for name, answer in names])
+    for step in (1, 2):
+        (run / "trajectories" / f"rl-00000{step}.jsonl.gz").unlink()
+    assert by_stage(upswing("rescore", run, "verifiers=[strict_match]", "--stage", "rl"))["rl"][-2:] == ["0", "0"]
+
+
 def test_an_unchanged_rubric_changes_nothing(run: Path):
     (run / "trajectories" / "test-000000.jsonl.gz").unlink()
     assert len(tables(upswing("rescore", run, "verifiers=[strict_match]"))) == 1

@@ -43,8 +43,6 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`stages`: `reward_model`", RewardModelStage),
     ("`stages`: `distill`", DistillStage),
     ("`lora` of a stage", LoraSection),
-    ("`stages`: `preference`", PreferenceStage),
-    ("`stages`: `reward_model`", RewardModelStage),
     ("`stages`: `eval`", EvalStage),
 )
 
