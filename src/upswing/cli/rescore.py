@@ -161,7 +161,7 @@ def _num_mixed(rows: Sequence[_Row], values: Sequence[float | None]) -> int:
     """How many groups hold different rewards."""
     groups: dict[tuple[int, str], set[float]] = defaultdict(set)
     for row, value in zip(rows, values, strict=True):
-        group, _, place = row.id.rpartition("-")  # rollouts are called task/seed/row-place: a batch may hold a task twice
+        group, _, place = row.id.rpartition("-")  # of task/seed/row-place; a batch may hold a task twice
         if value is not None:
             groups[row.step, row.task if not group or "/" in place else group].add(value)
     return sum(len(found) > 1 for found in groups.values())
