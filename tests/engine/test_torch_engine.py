@@ -531,7 +531,7 @@ async def test_any_mixture_of_requests_has_exact_logprobs(
             await engine.update_weights(dict(models[version % 2][0].named_parameters()), version)
 
     await asyncio.gather(update(), *(play(f"s{i}") for i in range(6)))
-    assert len(checked) > 20 and (engine.stats.preemptions > 0) == tight
+    assert len(checked) > 12 and (engine.stats.preemptions > 0) == tight
     for prompt, done, sampling in checked:
         expected = [hf_logprobs(models[which][1], prompt, done, sampling) for which in (0, 1)]
         for i, (got, version) in enumerate(zip(done.engine_logprobs, done.policy_version, strict=True)):
