@@ -64,7 +64,7 @@ def audit_command(
 
 
 def _table(report: AuditReport) -> Table:
-    """A row an attack, offending ones first."""
+    """A row an attack: those to refuse, those to accept, then the choices."""
     from rich.table import Table
 
     table = Table("attack", "should be", "tried", "accepted", "not scored")
