@@ -7,8 +7,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from upswing.trajectory.store import StoredTrajectory
+    from upswing.trajectory.types import Score
     from upswing.verify import Rubric
 
 _AT_ONCE = 64
@@ -105,28 +106,54 @@ async def _judged(
     stored: Iterator[StoredTrajectory], rubric: Rubric, by_step: Collection[str], timeout_s: float
 ) -> list[_Row]:
     """`by_step`: stages whose step s, stored as s + 1, is judged with the weights that the rubric has then."""
-    from upswing.rollout.collect import judge
+    from upswing.rollout.collect import judge, judge_group
 
-    async def one(item: StoredTrajectory) -> _Row:
-        rubric_then = rubric.at(max(0, item.step - 1)) if item.stage in by_step else rubric
-        then, now = item.trajectory, await judge(item.trajectory, rubric_then, timeout_s)
-        return _Row(
-            stage=item.stage,
-            step=item.step,
-            id=then.id,
-            task=then.task.id,
-            answer=then.answer,
-            gold=then.task.gold,
-            before=then.reward,
-            after=None if now is None else now.value,
-            components={} if now is None else dict(now.components),
-            reason="" if now is None else now.reason,
-        )
+    async def one(group: Sequence[StoredTrajectory]) -> list[_Row]:
+        first, played = group[0], [item.trajectory for item in group]
+        rubric_then = rubric.at(max(0, first.step - 1)) if first.stage in by_step else rubric
+        alone = await asyncio.gather(*(judge(then, rubric_then, timeout_s) for then in played))
+        scored = [replace(then, score=score) for then, score in zip(played, alone, strict=True)]
+        judged = await judge_group(scored, rubric_then, timeout_s)
+        return [_row(item, now.score) for item, now in zip(group, judged, strict=True)]
 
     rows: list[_Row] = []
-    while batch := list(islice(stored, _AT_ONCE)):  # a run may hold more trajectories than memory does
-        rows += await asyncio.gather(*map(one, batch))
+    for batch in _batches(stored):
+        rows += [row for found in await asyncio.gather(*map(one, batch)) for row in found]
     return rows
+
+
+def _row(item: StoredTrajectory, now: Score | None) -> _Row:
+    then = item.trajectory
+    return _Row(
+        stage=item.stage,
+        step=item.step,
+        id=then.id,
+        task=then.task.id,
+        answer=then.answer,
+        gold=then.task.gold,
+        before=then.reward,
+        after=None if now is None else now.value,
+        components={} if now is None else dict(now.components),
+        reason="" if now is None else now.reason,
+    )
+
+
+def _batches(stored: Iterator[StoredTrajectory]) -> Iterator[list[list[StoredTrajectory]]]:
+    """Whole groups, which stand together in the store, some at once: a run may hold more than memory does."""
+    batch: list[list[StoredTrajectory]] = []
+    for _, group in groupby(stored, lambda x: (x.stage, x.step, _group_of(x.trajectory.id, x.trajectory.task.id))):
+        batch.append(list(group))
+        if sum(map(len, batch)) >= _AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _group_of(trajectory: str, task: str) -> str:
+    """What the ids of a group share: of task/seed/row-place all but the place; a batch may hold a task twice."""
+    group, _, place = trajectory.rpartition("-")
+    return task if not group or "/" in place else group
 
 
 def _summary(rows: Sequence[_Row]) -> Table:
@@ -161,9 +188,8 @@ def _num_mixed(rows: Sequence[_Row], values: Sequence[float | None]) -> int:
     """How many groups hold different rewards."""
     groups: dict[tuple[int, str], set[float]] = defaultdict(set)
     for row, value in zip(rows, values, strict=True):
-        group, _, place = row.id.rpartition("-")  # of task/seed/row-place; a batch may hold a task twice
         if value is not None:
-            groups[row.step, row.task if not group or "/" in place else group].add(value)
+            groups[row.step, _group_of(row.id, row.task)].add(value)
     return sum(len(found) > 1 for found in groups.values())
 
 

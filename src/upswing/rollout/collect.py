@@ -20,6 +20,7 @@ from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
+from upswing.verify import Rubric
 from upswing.verify.base import Episode
 from upswing.verify.functions import finite
 
@@ -65,20 +66,22 @@ class Rollouts:
                 on_done(tried[-1])
             return tried
 
+        async def group(task: Task, row: Sequence[asyncio.Future[list[Trajectory]]]) -> Group:
+            played = [trajectory for job in row for trajectory in await job]
+            found = await judge_group(played, self.rubric, self.limits.scoring_timeout_s)
+            return Group(task=task, trajectories=found)
+
         jobs = [[asyncio.ensure_future(attempts(row, task, i)) for i in range(size)] for row, task in enumerate(tasks)]
+        groups = [asyncio.ensure_future(group(task, row)) for task, row in zip(tasks, jobs, strict=True)]
         try:
             with rare_full_gc():
-                done = [[await job for job in row] for row in jobs]
+                return [await one for one in groups]
         except BaseException:
-            running = [job for row in jobs for job in row]
+            running = [*groups, *(job for row in jobs for job in row)]
             for job in running:
                 job.cancel()
             await asyncio.gather(*running, return_exceptions=True)  # their environments close before this returns
             raise
-        return [
-            Group(task=task, trajectories=tuple(t for tried in row for t in tried))
-            for task, row in zip(tasks, done, strict=True)
-        ]
 
     async def singles(
         self, tasks: Sequence[Task], *, sampling: Sampling, seed: int, on_done: OnDone | None = None
@@ -151,6 +154,17 @@ async def judge(trajectory: Trajectory, rubric: Scorer, timeout_s: float) -> Sco
     except Exception as problem:
         score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
     return finite(score)
+
+
+async def judge_group(trajectories: Sequence[Trajectory], rubric: Scorer, timeout_s: float) -> tuple[Trajectory, ...]:
+    """A finished group, judged one by one, with what the rubric's verifiers of whole groups say, if it has any. Those
+    without a score, the errored ones, take no part."""
+    if not isinstance(rubric, Rubric) or not rubric.grouped:
+        return tuple(trajectories)
+    alone = {i: one.score for i, one in enumerate(trajectories) if one.score is not None}
+    scores = await rubric.score_group([Episode.of(trajectories[i]) for i in alone], list(alone.values()), timeout_s)
+    told = dict(zip(alone, map(finite, scores), strict=True))
+    return tuple(replace(one, score=told.get(i)) for i, one in enumerate(trajectories))
 
 
 _in_play, _usual_thresholds = 0, gc.get_threshold()

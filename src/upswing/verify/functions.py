@@ -14,7 +14,7 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
-from upswing.verify import actions, forms, maths, numeric, penalties, qa
+from upswing.verify import actions, forms, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.worker import MAX_WORKERS
@@ -40,7 +40,12 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {
     "length_penalty": penalties.LengthPenalty,
     "repetition_penalty": penalties.RepetitionPenalty,
     "call_penalty": penalties.CallPenalty,
+    "judge": judge.Judge,
+    "versus_reference": pairwise.VersusReference,
+    "pairwise": pairwise.Pairwise,
 }
+ASKING = (judge.Asker,)
+"""Built-in ones that wait for a server, and keep their time themselves."""
 WAITING = (maths.Math, forms.JsonSchema, forms.Regex)
 """Built-in ones that ask a worker, which keeps their time itself: none is on the clock while it waits for its turn.
 The others are quick and are called where they are."""
@@ -65,6 +70,8 @@ class Verifier:
         kwargs: dict[str, Any] = {name: episode if name == WHOLE else getattr(episode, name) for name in self.fields}
         kwargs.update(self.options)
         try:
+            if isinstance(self.function, ASKING):
+                return to_score(await self.function(**kwargs))
             if self.inline:
                 return to_score(self.function(**kwargs))
             if isinstance(self.function, WAITING):

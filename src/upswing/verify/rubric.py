@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
 from upswing.verify.base import Episode
-from upswing.verify.functions import Verifier, verifier_from
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.functions import Verifier, to_score, verifier_from
 
 
 class VerifierSpec(Protocol):
@@ -89,23 +91,55 @@ class Rubric:
         """What the reward is made of: component -> weight, for estimators that normalise each by itself (GDPO)."""
         return {name + (GATED if self.gates else ""): weight for name, _, weight in self.items if weight}
 
+    @property
+    def grouped(self) -> tuple[str, ...]:
+        """Names of the verifiers that judge a finished group as a whole: those with a `score_group(episodes)`."""
+        return tuple(name for name, verifier, _ in self.items if hasattr(verifier.function, "score_group"))
+
+    def check_group(self, size: int, where: str) -> None:
+        """Raises ConfigError when the reward needs a group, and one has only `size` trajectories."""
+        for name, _, weight in self.items:
+            if size < 2 and name in self.grouped and (weight or name in self.gates):
+                raise ConfigError(
+                    f"{where}: got {size}, but verifier '{name}' compares the trajectories of a task and "
+                    "is part of the reward; allowed: 2 and more, or weight 0 for it"
+                )
+
     async def score(self, episode: Episode) -> Score:
         """All verifiers, run side by side. The value is None when a gate or one that carries weight couldn't score."""
         scores = await asyncio.gather(*(verifier(episode) for _, verifier, _ in self.items))
-        components: dict[str, float | None] = {}
-        reasons, gate, judged = [], 1.0, True
-        for (name, _, weight), score in zip(self.items, scores, strict=True):
+        return self._total({}, [], {name: score for (name, _, _), score in zip(self.items, scores, strict=True)})
+
+    async def score_group(self, episodes: Sequence[Episode], scores: Sequence[Score], timeout_s: float) -> list[Score]:
+        """What `score` said of each episode of a finished group, `scores`, with what the verifiers of `grouped` say of
+        them together; each has `timeout_s` seconds."""
+        ranking = [(name, verifier) for name, verifier, _ in self.items if name in self.grouped]
+        found = await asyncio.gather(*(_together(verifier, episodes, timeout_s) for _, verifier in ranking))
+        totals = []
+        for row, alone in enumerate(scores):
+            kept = [text for text in alone.reason.split("; ") if text and text.partition(":")[0] not in self.grouped]
+            together = {name: column[row] for (name, _), column in zip(ranking, found, strict=True)}
+            totals.append(self._total(alone.components, kept, together))
+        return totals
+
+    def _total(self, known: Mapping[str, float | None], reasons: list[str], scores: Mapping[str, Score]) -> Score:
+        """The rubric's Score of the verifiers' own, over components that are `known` already."""
+        components, gate, judged = dict(known), 1.0, True
+        for name, score in scores.items():
             components[name] = score.value
             components.update({f"{name}.{key}": value for key, value in score.components.items()})
             if score.reason:
                 reasons.append(f"{name}: {score.reason}")
-            if score.value is None:
+        for name, _, weight in self.items:
+            value = components.get(name)
+            if value is None:
                 judged = judged and not weight and name not in self.gates
             elif name in self.gates:
-                gate *= score.value
-                if not 0 <= score.value <= 1:
+                gate *= value
+                if not 0 <= value <= 1:
                     judged = False
-                    reasons.append(f"{name}: a gate must score between 0 and 1, got {score.value:g}")
+                    reasons.append(f"{name}: a gate must score between 0 and 1, got {value:g}")
+        reasons = list(dict.fromkeys(reasons))
         if not judged:
             return Score(value=None, components=components, reason="; ".join(reasons))
         if self.gates:
@@ -119,6 +153,21 @@ class Rubric:
                 value=None, components=components, reason="; ".join([*reasons, f"the weighted sum is {total}"])
             )
         return Score(value=total, components=components, reason="; ".join(reasons))
+
+
+async def _together(verifier: Verifier, episodes: Sequence[Episode], timeout_s: float) -> list[Score]:
+    """What a verifier says of a whole group; no values, with the reason, when it breaks or takes too long."""
+    try:
+        call = functools.partial(verifier.function.score_group, episodes)  # type: ignore[attr-defined]
+        scores = [to_score(one) for one in await call_with_deadline(call, {}, timeout_s)]
+        if len(scores) == len(episodes):
+            return scores
+        reason = f"it gave {len(scores)} scores for {len(episodes)} episodes"
+    except DeadlineExceeded:
+        reason = f"judging the group took longer than {timeout_s:g} s"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:500]
+    return [Score(value=None, reason=reason)] * len(episodes)
 
 
 def rubric_from(specs: Sequence[VerifierSpec]) -> Rubric:
