@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upswing.algo.reward_model import bradley_terry, length_correlation, pair_accuracy, pair_ece
+from upswing.algo.reward_model import bradley_terry, label_figures, length_correlation, pair_accuracy, pair_ece
 from upswing.errors import ConfigError
 
 
@@ -102,3 +102,20 @@ def test_length_correlation():
     assert length_correlation(torch.tensor(-2.0 * lengths), torch.tensor(lengths)) == pytest.approx(-1.0)
     for same, other in ((wide(1.0, 1.0), wide(1.0, 2.0)), (wide(1.0, 2.0), wide(3.0, 3.0)), (wide(1.0), wide(1.0))):
         assert math.isnan(length_correlation(same, other))
+
+
+def test_figures_of_labels_are_what_they_say():
+    """Against their definitions on draws: every position is good with the chance that its label says."""
+    rng = np.random.default_rng(0)
+    labels, logits = rng.random(40), rng.integers(-3, 4, 40).astype(float)
+    found = label_figures(torch.tensor(logits), torch.tensor(labels))
+    pairs = [(labels[i] * (1 - labels[j]), (logits[i] > logits[j]) + 0.5 * (logits[i] == logits[j]))
+             for i in range(40) for j in range(40)]  # fmt: skip
+    assert found["auc"] == pytest.approx(sum(w * v for w, v in pairs) / sum(w for w, _ in pairs))
+    right = np.where(logits > 0, labels, np.where(logits < 0, 1 - labels, 0.5))
+    assert found["accuracy"] == pytest.approx(right.mean())
+    assert found["base_brier"] == pytest.approx(labels.var())
+    assert found["brier"] == pytest.approx(np.mean((1 / (1 + np.exp(-logits)) - labels) ** 2))
+    perfect = label_figures(torch.tensor([9.0, -9.0]), torch.tensor([1.0, 0.0]))
+    assert perfect["auc"] == perfect["accuracy"] == 1.0 and perfect["brier"] < 1e-6
+    assert math.isnan(label_figures(torch.tensor([1.0]), torch.tensor([1.0]))["auc"])

@@ -1,6 +1,7 @@
 """Scores by position, Bradley-Terry updates against plain autograd, and trajectories that can't be scored."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from upswing.errors import ConfigError
-from upswing.learn.reward_model import RewardModel, load_reward_model, score_trajectories
+from upswing.learn.reward_model import RewardModel, load_reward_model, score_steps, score_trajectories
 from upswing.models.heads import scalar_model
 from upswing.trajectory.types import Branch, Message, Outcome, StopReason, Task, Trajectory
 
@@ -153,3 +154,46 @@ def test_trajectories_are_scored_by_their_last_branch_and_never_0_for_want_of_a_
         model.model.score.weight[0, 0] = math.nan
     assert score_trajectories(model, trajectories[:1]) == [None]
     assert score_trajectories(model, []) == []
+
+
+def labelled_rows():
+    """Labels at the loss tokens of some rows, which share beginnings."""
+    rng = np.random.default_rng(3)
+    rows = random_rows()
+    return [replace(one, returns=np.where(one.loss_mask, rng.random(len(one.tokens)), 9).astype(np.float32))
+            for one in rows]  # fmt: skip
+
+
+def test_the_gradient_of_labels_is_that_of_their_cross_entropy_in_float64():
+    rows, reference = labelled_rows(), scalar().double()
+    logits = torch.cat([plain_values(reference, one)[one.loss_positions - 1] for one in rows])
+    labels = torch.tensor(np.concatenate([one.returns[one.loss_positions] for one in rows]), dtype=torch.float64)
+    chances = 1 / (1 + torch.exp(-logits))
+    loss = -(labels * chances.log() + (1 - labels) * (1 - chances).log()).mean()
+    want = {name: grad.float() for name, grad in gradients(reference, loss).items()}
+    for max_tokens in (1, 120, 10_000):
+        model = recording(RewardModel(scalar(), lr=0.1, max_tokens_per_pack=max_tokens))
+        metrics = model.label_update(rows)
+        assert_same_gradients(model.steps[0], want)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4) and metrics["num_steps"] == 1
+    figures = RewardModel(scalar(), lr=0.1).label_metrics(rows)
+    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert figures["brier"] == pytest.approx(((chances - labels) ** 2).mean().item(), rel=1e-4)
+    with pytest.raises(ValueError, match="isn't a number from 0 to 1"):
+        model.label_update([replace(rows[0], returns=None)])
+
+
+def test_steps_are_read_in_the_branch_that_sampled_them():
+    """Three turns, the last one in a branch of its own, and one that broke before it had any."""
+    model = RewardModel(scalar(), lr=0.1)
+    first = replace(
+        branch(range(5, 15)), sampled=np.isin(range(10), [3, 4, 7]), turn=np.array([0] * 5 + [1] * 5, np.int16)
+    )
+    second = replace(branch(range(20, 26)), sampled=np.isin(range(6), [4, 5]), turn=np.full(6, 2, np.int16))
+    forked = replace(trajectory(first, second), num_turns=3)
+    broken, late = trajectory(outcome=Outcome.ERRORED), replace(trajectory(first, task="b"), num_turns=2)
+    scores = score_steps(model, [forked, broken, late])
+    heads = [plain_values(model.model, row(one.tokens, [])).sigmoid().tolist() for one in (first, second)]
+    np.testing.assert_allclose(scores[0], [heads[0][2], heads[0][4], heads[0][7], heads[1][5]], atol=1e-5)
+    np.testing.assert_allclose(scores[2], scores[0][:3], atol=1e-5)
+    assert len(scores[1]) == 0

@@ -1,6 +1,7 @@
-"""Reward models: the Bradley-Terry loss, and whether the scores can be trusted. B pairs: chosen was preferred.
+"""Reward models: the Bradley-Terry loss of pairs, figures for labels, and whether the scores can be trusted.
 
-Nothing in a pair's preference fixes the level of the scores; centring does (arXiv 2312.09244).
+Axis letters: B pairs, chosen was preferred; N labelled positions. Nothing in a pair's preference fixes the level of the
+scores; centring does (arXiv 2312.09244).
 """
 
 from __future__ import annotations
@@ -51,6 +52,31 @@ def pair_ece(chosen_B: torch.Tensor, rejected_B: torch.Tensor, *, bins: int = 10
     bin_B = ((confidence_B - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     gap_B = torch.zeros(bins, dtype=torch.float64, device=bin_B.device).index_add_(0, bin_B, win_B - confidence_B)
     return float(gap_B.abs().sum() / len(bin_B))
+
+
+def label_hits(logits_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """[N]: the chance that a draw from the label is on the side of 1/2 where sigmoid(logit) is; 1/2 on neither."""
+    return 0.5 + logits_N.sign() * (labels_N - 0.5)
+
+
+def label_figures(logits_N: torch.Tensor, labels_N: torch.Tensor) -> dict[str, float]:
+    """How well sigmoid(logit) says labels from 0 to 1; NaN without any.
+
+    `loss` is the mean binary cross-entropy, `brier` the mean squared error, `base_brier` that of the labels' mean said
+    everywhere, `auc` the chance that a position drawn by its label scores above one drawn by 1 - label, a tie counting
+    half (NaN if all labels are 0, or 1).
+    """
+    logits_N, labels_N = logits_N.double(), labels_N.double()
+    _, level_N = torch.unique(logits_N, return_inverse=True)
+    good_U, bad_U = (torch.bincount(level_N, weights=weights_N) for weights_N in (labels_N, 1 - labels_N))
+    above = (good_U * (bad_U.cumsum(0) - bad_U / 2)).sum() / (labels_N.sum() * (1 - labels_N).sum())
+    return {
+        "loss": float(F.binary_cross_entropy_with_logits(logits_N, labels_N)),
+        "accuracy": float(label_hits(logits_N, labels_N).mean()),
+        "auc": float(above),
+        "brier": float((logits_N.sigmoid() - labels_N).square().mean()),
+        "base_brier": float((labels_N - labels_N.mean()).square().mean()),
+    }
 
 
 def length_correlation(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:

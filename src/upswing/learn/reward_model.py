@@ -1,25 +1,34 @@
-"""Reward models: one score for a whole row, read at its last token, learned from pairs of rows.
+"""Reward models: one score for a whole row, read at its last token, learned from pairs of rows; or chances of success,
+read where turns end, learned from labels.
 
-Axis letters: B rows or pairs, M rows of a pack.
+Axis letters: B rows or pairs, M rows or labels of a pack, N labels, T tokens of a row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from upswing.algo.preference import preferred
-from upswing.algo.reward_model import bradley_terry, length_correlation, pair_accuracy, pair_ece
+from upswing.algo.reward_model import (
+    bradley_terry,
+    label_figures,
+    label_hits,
+    length_correlation,
+    pair_accuracy,
+    pair_ece,
+)
 from upswing.learn.critic import ScalarTrainer, tally_values
 from upswing.learn.packing import Pack
-from upswing.learn.rows import TrainRow
+from upswing.learn.rows import TrainRow, at_loss, flatten
 from upswing.models.heads import load_scalar_model
-from upswing.trajectory.types import Float32T, Outcome, Trajectory
+from upswing.trajectory.types import Float32T, Int32T, Outcome, Trajectory
 
 Pair = tuple[TrainRow, TrainRow]
 """(chosen, rejected)."""
@@ -75,6 +84,26 @@ class RewardModel(ScalarTrainer):
             "length_correlation": length_correlation(scores_B, torch.tensor([r.loss_mask.sum() for r in rows])),
         }
 
+    def label_update(self, rows: Sequence[TrainRow]) -> dict[str, float]:
+        """One optimizer step on the mean binary cross-entropy of the rows' loss tokens -> the update's metrics.
+
+        What stands before a loss token should say `returns` there, a label from 0 to 1. Raises ValueError for others.
+        """
+        labels_N = _labels(rows).to(self.device)
+        with self.update() as tally:
+
+            def objective(one: Pack) -> torch.Tensor:
+                logits_M, labels_M = self.forward(one), labels_N[one.slot_M.to(self.device)]
+                tally.add("accuracy", label_hits(logits_M, labels_M))
+                return F.binary_cross_entropy_with_logits(logits_M, labels_M, reduction="sum") / len(labels_N)
+
+            self.step(self.packs(rows), objective, tally)
+        return tally_values(tally)
+
+    def label_metrics(self, rows: Sequence[TrainRow]) -> dict[str, float]:
+        """`label_figures` of held-out rows, in evaluation mode."""
+        return label_figures(torch.from_numpy(self.predict(rows)), _labels(rows))
+
 
 def load_reward_model(spec: str | Path, **options: Any) -> RewardModel:
     """A saved reward model for scoring only: no gradients, no optimizer state. `options` are the Trainer's.
@@ -89,14 +118,72 @@ def score_trajectories(model: RewardModel, trajectories: Sequence[Trajectory]) -
 
     That is so for errored and cancelled ones, and where the model's score isn't finite.
     """
-    ended = [t.outcome not in (Outcome.ERRORED, Outcome.CANCELLED) and len(t.branches) > 0 for t in trajectories]
-    scored = [(number, t) for number, t in enumerate(trajectories) if ended[number]]
-    groups = {task: index for index, task in enumerate(dict.fromkeys(t.task.id for _, t in scored))}
-    rows = [TrainRow.from_branch(t.branches[-1], group=groups[t.task.id]) for _, t in scored]
+    ended = _ended(trajectories)
+    rows = [TrainRow.from_branch(trajectories[number].branches[-1], group=group) for number, group in ended.items()]
     out: list[float | None] = [None] * len(trajectories)
-    for (number, _), score in zip(scored, model.scores(rows), strict=True):
+    for number, score in zip(ended, model.scores(rows), strict=True):
         out[number] = float(score) if math.isfinite(score) else None
     return out
+
+
+def score_steps(model: RewardModel, trajectories: Sequence[Trajectory]) -> list[Float32T]:
+    """The chances of success [1 + turns] of each: before its first turn, then at each turn's last token.
+
+    Empty for an errored or cancelled one; NaN where there is no finite one.
+    """
+    out = [np.zeros(0, np.float32) for _ in trajectories]
+    rows = []
+    for number, group in _ended(trajectories).items():
+        out[number] = np.full(1 + trajectories[number].num_turns, np.nan, np.float32)
+        rows += step_rows(trajectories[number], group=group, number=number)
+    flat, chances_N = flatten(rows), torch.from_numpy(model.predict(rows)).sigmoid()
+    for number, step, chance in zip(*(x.tolist() for x in (flat.sequence_N, flat.turn_N, chances_N)), strict=True):
+        out[number][step] = chance
+    return out
+
+
+def step_rows(
+    trajectory: Trajectory, labels: Mapping[int, float] | None = None, *, group: int = 0, number: int = -1
+) -> list[TrainRow]:
+    """A row a branch, read at the steps that it holds: step 0 is before the first turn, step t + 1 the last token that
+    turn t sampled. `labels`: of the steps to read, all by default. A row's `turn` is the step, `returns` its label."""
+    rows = []
+    for branch in trajectory.branches:
+        sampled = np.flatnonzero(branch.sampled)
+        # The loss token of a step comes after the token that it is read at.
+        places = {int(turn) + 1: int(at) + 1 for turn, at in zip(branch.turn[sampled], sampled, strict=True)}
+        if 1 in places:
+            places[0] = int(sampled[0])
+        rows.append(_read_at(branch.tokens, places, labels, group, number))
+    return [row for row in rows if row.loss_mask.any()]
+
+
+def _read_at(
+    tokens: Int32T, places: Mapping[int, int], labels: Mapping[int, float] | None, group: int, number: int
+) -> TrainRow:
+    size = len(tokens) + 1  # one more than the row has, as in `_whole`
+    mask, steps, returns = np.zeros(size, bool), np.zeros(size, np.int16), np.full(size, np.nan, np.float32)
+    for step, at in places.items():
+        if labels is None or step in labels:
+            mask[at], steps[at], returns[at] = True, step, math.nan if labels is None else labels[step]
+    tokens = np.append(tokens, np.int32(0))
+    return TrainRow(tokens=tokens, loss_mask=mask, turn=steps, returns=returns, group=group, trajectory=number)
+
+
+def _ended(trajectories: Sequence[Trajectory]) -> dict[int, int]:
+    """Number of each trajectory that can be scored -> the group of its task."""
+    unplayed = (Outcome.ERRORED, Outcome.CANCELLED)
+    tasks = {number: t.task.id for number, t in enumerate(trajectories) if t.outcome not in unplayed and t.branches}
+    groups = {task: index for index, task in enumerate(dict.fromkeys(tasks.values()))}
+    return {number: groups[task] for number, task in tasks.items()}
+
+
+def _labels(rows: Sequence[TrainRow]) -> torch.Tensor:
+    """float32 [N]. Raises ValueError for what isn't from 0 to 1."""
+    labels_N = at_loss(rows, [np.full(len(r.tokens), np.nan) if r.returns is None else r.returns for r in rows])
+    if not ((labels_N >= 0) & (labels_N <= 1)).all():
+        raise ValueError("a label isn't a number from 0 to 1; leave steps without one out of the loss mask")
+    return torch.from_numpy(labels_N)
 
 
 def _whole(row: TrainRow, group: int | None = None) -> TrainRow:

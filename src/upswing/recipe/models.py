@@ -25,7 +25,7 @@ from upswing.recipe.fields import (
 from upswing.recipe.presets import EFFECTS
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
-from upswing.recipe.stages import EvalStage, SftStage, Stage
+from upswing.recipe.stages import EvalStage, Stage
 
 NO_POLICY = (EvalStage, RewardModelStage)
 """Stages that leave no weights that an agent could be played with."""
@@ -239,7 +239,7 @@ class Recipe(Section):
 
     def _check_stage_names(self) -> None:
         """Names are unique and every reference is to an earlier stage with weights."""
-        weights, reward_models = ["base"], list[str]()
+        weights, reward_models, process = ["base"], list[str](), list[str]()
         for index, stage in enumerate(self.stages):
             key = f"stages.{index}"
             taken = [earlier.name for earlier in self.stages[:index]]
@@ -253,23 +253,25 @@ class Recipe(Section):
             references = (
                 [("of", name) for name in stage.of] if isinstance(stage, EvalStage) else [("from", stage.from_)]
             )
-            if isinstance(stage, SftStage) and stage.time_limit_as is not None:
-                references.append(("time_limit_as", stage.time_limit_as))
-            if isinstance(stage, RlStage) and stage.reward_model is not None:
-                references.append(("reward_model", stage.reward_model))
+            others = {"time_limit_as": weights[1:], "reward_model": reward_models, "process_reward": process}
+            references += [(field, name) for field in others if (name := getattr(stage, field, None)) is not None]
             for field, name in references:
-                allowed = {"time_limit_as": weights[1:], "reward_model": reward_models}.get(
-                    field, ["previous", *weights]
-                )
+                allowed = others.get(field, ["previous", *weights])
                 if name not in allowed:
-                    kind = "reward_model stage" if field == "reward_model" else "stage with weights"
+                    kind = f"reward_model stage{' with labels: process' if field == 'process_reward' else ''}"
+                    kind = kind if field in ("reward_model", "process_reward") else "stage with weights"
                     raise refuse(
                         f"{key}.{field}",
                         f"got '{name}', no earlier {kind}{did_you_mean(name, allowed)} "
                         f"(allowed: {', '.join(allowed) or 'none yet'})",
                     )
-            if isinstance(stage, RewardModelStage):
+            if isinstance(stage, EvalStage) and stage.choose_by in ("min", "product"):
+                if stage.reward_model not in process:
+                    why = f"'{stage.reward_model}' scores no steps; allowed: last, or one with labels: process"
+                    raise refuse(f"{key}.choose_by", f"got '{stage.choose_by}', but {why}")
+            elif isinstance(stage, RewardModelStage):
                 reward_models.append(stage.name)
+                process += [stage.name] if stage.labels == "process" else []
             elif not isinstance(stage, NO_POLICY):
                 weights.append(stage.name)
 

@@ -13,14 +13,18 @@ from upswing.recipe.fields import (
     CountOrZero,
     NotNegative,
     Positive,
+    Section,
     Text,
     refuse,
 )
 from upswing.recipe.lora import refuse_dropout
 from upswing.recipe.training import TrainStage
 
+Table = dict[str, dict[str, Any]]
+"""Choice -> the keys that have an effect with it, and what they are when left out."""
+
 # What a loss sets unless the recipe says otherwise, and so which options have an effect with it: null elsewhere.
-LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
+LOSS_DEFAULTS: Table = {
     "dpo": {"beta": 0.1, "label_smoothing": 0.0, "robust": False, "nll_coef": 0.0},
     "ipo": {"beta": 0.1, "nll_coef": 0.0},
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
@@ -28,6 +32,23 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "margin": 1.0, "nll_coef": 0.0},
 }
 SAMPLING_DEFAULTS: dict[str, Any] = {"tasks": 64, "samples": 8, "temperature": 1.0, "pairs_per_task": 4}
+
+
+def fill_in(data: Any, key: str, default: str, table: Table) -> Any:
+    """Null keys become what the table has for the choice that `key` makes."""
+    if not isinstance(data, dict):
+        return data
+    own = table.get(str(data.get(key, default)), {})
+    return {**data, **{name: value for name, value in own.items() if data.get(name) is None}}
+
+
+def refuse_others(stage: Section, key: str, table: Table) -> None:
+    """Refuse keys that only have an effect with other choices of `key`."""
+    chosen = getattr(stage, key)
+    for name in {name: None for own in table.values() for name in own}:
+        if getattr(stage, name) is not None and name not in table[chosen]:
+            having = ", ".join(choice for choice, own in table.items() if name in own)
+            raise refuse(name, f"got {getattr(stage, name)} without effect, as {key} is '{chosen}' (for: {having})")
 
 
 class PairStage(TrainStage):
@@ -67,7 +88,7 @@ class PairStage(TrainStage):
             return data
         samples = data.get("samples") or SAMPLING_DEFAULTS["samples"]
         most = max(1, min(samples // 2, SAMPLING_DEFAULTS["pairs_per_task"])) if isinstance(samples, int) else 1
-        own = {**SAMPLING_DEFAULTS, "pairs_per_task": most}
+        own = {**SAMPLING_DEFAULTS, "pairs_per_task": most if data.get("labels", "pairs") == "pairs" else None}
         return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
 
     @model_validator(mode="after")
@@ -118,19 +139,13 @@ class PreferenceStage(PairStage):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_loss(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        own = LOSS_DEFAULTS.get(str(data.get("loss", "dpo")), {})
-        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
+        return fill_in(data, "loss", "dpo", LOSS_DEFAULTS)
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
         """Refuse what would be ignored."""
         refuse_dropout(self.lora)
-        for key in {key: None for defaults in LOSS_DEFAULTS.values() for key in defaults}:
-            if getattr(self, key) is not None and key not in LOSS_DEFAULTS[self.loss]:
-                having = ", ".join(loss for loss, defaults in LOSS_DEFAULTS.items() if key in defaults)
-                raise refuse(key, f"got {getattr(self, key)} without effect, as loss is '{self.loss}' (for: {having})")
+        refuse_others(self, "loss", LOSS_DEFAULTS)
         if self.robust and not self.label_smoothing:
             raise refuse("robust", "got true without effect, as label_smoothing is 0; set it too")
         if self.loss == "orpo" and not self.nll_coef:

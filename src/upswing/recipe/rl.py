@@ -34,6 +34,8 @@ RATIO_FREE = {"cov_fraction"}
 """Options of a loss that work at a ratio of 1 too."""
 KL_IN_REWARD = ("reinforce", "reinforce_pp", "rloo", "remax", "gae")
 """Advantages that a KL in the reward can enter: those that don't divide it by a group's spread."""
+STEPWISE = ("gigpo", "turn", "process")
+"""Advantages that read step scores."""
 GROUPED = ("group", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "gdpo", "gigpo", "turn", "process")
 
 
@@ -246,6 +248,12 @@ class RlStage(RlBase):
     reward_model: Text | None = Field(
         default=None, description="Earlier reward_model stage whose score is the reward; null: the verifiers."
     )
+    process_reward: Text | None = Field(
+        default=None,
+        description="Earlier reward_model stage with labels: process, whose chances of success make the step scores "
+        "(gigpo, turn, process): a turn's is what it adds to the chance, or with process_form min and potential the "
+        "chance after it; null: the environment's rewards.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -411,6 +419,9 @@ class RlStage(RlBase):
                     raise refuse(
                         key, f"got {_said(value)}, but advantage '{self.advantage}' reads {reads}; leave it out"
                     )
+        if self.process_reward is not None and self.advantage not in STEPWISE:
+            why = f"without effect, as advantage is {self.advantage}; it is for {', '.join(STEPWISE)}"
+            raise refuse("process_reward", f"got '{self.process_reward}' {why}")
         if self.truncated == "zero" and (self.advantage == "gdpo" or self.reward_model is not None):
             why = (
                 "each verifier's own score is read" if self.advantage == "gdpo" else "0 is no bad score of such a model"

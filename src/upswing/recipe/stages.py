@@ -118,14 +118,26 @@ class EvalStage(Section):
     temperature: Positive | None = Field(
         default=None, description="Sampling temperature (1 by default); greedy has none."
     )
+    best_of: Annotated[int, Field(strict=True, ge=2)] | None = Field(
+        default=None,
+        description="Also measure the best of so many samples, as reward_model scores them, beside pass@1 and pass@k.",
+    )
+    reward_model: Text | None = Field(default=None, description="Earlier reward_model stage that chooses (best_of).")
+    choose_by: Literal["last", "min", "product"] | None = Field(
+        default=None,
+        description="What it chooses by: its score at the end (last, the default), or with labels: process the least "
+        "or the product of the chances after each turn (best_of).",
+    )
     seed: Int = Field(default=0, description="Seed of the tasks and of the sampling.")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("greedy") is False and data.get("temperature") is None:
-            return {**data, "temperature": 1.0}
-        return data
+        if not isinstance(data, dict):
+            return data
+        own: dict[str, Any] = {"temperature": 1.0} if data.get("greedy") is False else {}
+        own |= {"choose_by": "last"} if data.get("best_of") is not None else {}
+        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -133,6 +145,13 @@ class EvalStage(Section):
             raise refuse("temperature", f"got {self.temperature} without effect, as greedy is true; set greedy: false")
         if self.greedy and self.samples > 1:
             raise refuse("samples", f"got {self.samples}, but greedy samples are all alike; set greedy: false")
+        if self.best_of is not None and self.best_of > self.samples:
+            raise refuse("best_of", f"got {self.best_of}; allowed: 2 to samples ({self.samples}, with greedy: false)")
+        if (self.best_of is None) != (self.reward_model is None):
+            missing, given = ("best_of", "reward_model") if self.best_of is None else ("reward_model", "best_of")
+            raise refuse(missing, f"got nothing, but {given} needs it; set both or neither")
+        if self.choose_by is not None and self.best_of is None:
+            raise refuse("choose_by", f"got '{self.choose_by}' without effect, as best_of is null; set it too")
         if len(set(self.of)) < len(self.of):
             raise refuse("of", f"got {list(self.of)}; allowed: each name once")
         return self

@@ -17,6 +17,7 @@ from upswing.engine.base import Sampling
 from upswing.engine.torch import TorchEngine
 from upswing.envs.base import Environment
 from upswing.learn.lora import add_lora
+from upswing.learn.reward_model import RewardModel, load_reward_model
 from upswing.models.load import load_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
@@ -119,6 +120,10 @@ class RunContext:
         """A fresh copy of a stage's final weights (or the base model's) in fp32."""
         folder = self.checkpoint(source)
         return load_model(self.recipe.model if folder is None else str(folder)).model
+
+    def reward_model(self, name: str) -> RewardModel:
+        """The one that a stage has trained, for scoring."""
+        return load_reward_model(str(self.checkpoint(name)), compute_dtype=self.compute_dtype)
 
     def trainer_options(self, stage: Any) -> dict[str, Any]:
         """What a training stage's keys say to its Trainer; the schedule, which counts its own updates, comes on top."""

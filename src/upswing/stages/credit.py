@@ -14,7 +14,7 @@ from upswing.errors import UpswingError
 from upswing.learn.rows import FlatBatch, TrainRow, flatten, spread
 from upswing.recipe import RlStage
 from upswing.stages.rows import Batch
-from upswing.trajectory.types import Trajectory
+from upswing.trajectory.types import Float32T, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +29,8 @@ class Evidence:
     """Reward of the greedy rollout of each trajectory's task."""
     moving_average: float | None = None
     """Of the rewards of earlier batches; None: there were none."""
+    chances: Sequence[Float32T] | None = None
+    """Of success, by a process reward model: [1 + turns] a trajectory, before its first turn and after each."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of the rubric's verifiers."""
 
@@ -148,8 +150,8 @@ def _gae(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> T
     return advantages_N, returns_N, {}
 
 
-def _gigpo(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
-    steps, owner_S = _steps(batch)
+def _gigpo(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> TokenCredit:
+    steps, owner_S = _steps(stage, batch, evidence)
     for number, turn in steps:
         if (number, turn + 1) not in steps:
             steps[number, turn] += float(batch.rewards_B[number])
@@ -166,33 +168,35 @@ def _gigpo(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenC
     return _spread(steps, advantages_S, flat), None, {"step_group_size": mean_size}
 
 
-def _turn(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
+def _turn(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> TokenCredit:
     tools = [{record.turn for record in trajectory.tool_records} for trajectory in batch.trajectories]
-    called = {key: reward for key, reward in _steps(batch)[0].items() if key[1] in tools[key[0]]}
+    called = {key: reward for key, reward in _steps(stage, batch, evidence)[0].items() if key[1] in tools[key[0]]}
     advantages_N = per_token.mt_grpo(
         batch.rewards_B, batch.group_B, called, flat.sequence_N, flat.turn_N, turn_weight=_or_one(stage.step_weight)
     )
-    return advantages_N, None, {"turn_reward": float(np.mean(list(called.values()))) if called else 0.0}
+    return advantages_N, None, {"turn_reward": float(np.nanmean(list(called.values()))) if called else 0.0}
 
 
-def _process(stage: RlStage, batch: Batch, flat: FlatBatch, _: Evidence) -> TokenCredit:
-    """Outcome advantage plus the weighted advantage of the environment's step scores."""
-    steps, owner_S = _steps(batch)
+def _process(stage: RlStage, batch: Batch, flat: FlatBatch, evidence: Evidence) -> TokenCredit:
+    """Outcome advantage plus the weighted advantage of the step scores."""
+    steps, owner_S = _steps(stage, batch, evidence)
     scores_S = torch.tensor(list(steps.values()), dtype=torch.float64)
     if stage.process_form == "min":
         # Each step's soft minimum of what is still to come, against all steps of the group.
         later_S = per_token.returns_to_go(per_token.min_form(scores_S, owner_S), owner_S)
         steps_S = per_trajectory.group_relative(later_S, batch.group_B[owner_S])
     elif stage.process_form == "potential":
-        # A turn's score is the potential of the state after it; the start's is 0.
-        before_S = torch.tensor([steps.get((n, turn - 1), 0.0) for n, turn in steps], dtype=torch.float64)
+        # A turn's score is the potential of the state after it; the start's is 0 unless a model has said it.
+        starts = {} if evidence.chances is None else {n: float(c[0]) for n, c in enumerate(evidence.chances) if len(c)}
+        before = [steps.get((n, turn - 1), starts.get(n, 0.0)) for n, turn in steps]
+        before_S = torch.tensor(before, dtype=torch.float64)
         later_S = per_token.returns_to_go(per_token.potential_shaping(before_S, owner_S), owner_S)
         steps_S = per_trajectory.group_relative(later_S, batch.group_B[owner_S], normalize_std=False)
     else:
         steps_S = per_token.process_step_end(scores_S, owner_S, batch.group_B)
     outcome_B = per_trajectory.group_relative(batch.rewards_B, batch.group_B)
     advantages_N = outcome_B[flat.sequence_N] + (stage.step_weight or 0.0) * _spread(steps, steps_S, flat)
-    return advantages_N, None, {"step_score": float(scores_S.mean())}
+    return advantages_N, None, {"step_score": float(scores_S.nanmean())}
 
 
 _TOKENS: dict[str, Callable[[RlStage, Batch, FlatBatch, Evidence], TokenCredit]] = {
@@ -204,13 +208,22 @@ _TOKENS: dict[str, Callable[[RlStage, Batch, FlatBatch, Evidence], TokenCredit]]
 }
 
 
-def _steps(batch: Batch) -> tuple[dict[tuple[int, int], float], torch.Tensor]:
-    """The environment's reward of each turn of the scored trajectories, by (trajectory, turn); their trajectories."""
+def _steps(stage: RlStage, batch: Batch, evidence: Evidence) -> tuple[dict[tuple[int, int], float], torch.Tensor]:
+    """The reward of each turn of the scored trajectories, by (trajectory, turn); their trajectories.
+
+    It is the environment's, or what the turn adds to the chance of success; for `process_form` min and potential, which
+    need a level, that chance itself.
+    """
+    if evidence.chances is None:
+        rewards = [trajectory.state.get("turn_rewards", ()) for trajectory in batch.trajectories]
+    else:
+        level = stage.process_form in ("min", "potential")
+        rewards = [chances[1:] if level else np.diff(chances) for chances in evidence.chances]
     steps = {
         (number, turn): float(reward)
-        for number, trajectory in enumerate(batch.trajectories)
+        for number, of_one in enumerate(rewards)
         if not torch.isnan(batch.rewards_B[number])
-        for turn, reward in enumerate(trajectory.state.get("turn_rewards", ()))
+        for turn, reward in enumerate(of_one)
     }
     return steps, torch.tensor([number for number, _ in steps], dtype=torch.long)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from upswing.evals.best_of import best_of
 from upswing.evals.summary import EvalSummary, result_entry, results_table, summarize
+from upswing.learn.reward_model import score_steps, score_trajectories
 from upswing.recipe import EvalStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext
@@ -74,12 +79,37 @@ async def run_eval(context: RunContext, stage: EvalStage, index: int) -> dict[st
                 previous_label=previous[0] if previous else "",
                 metric=SUCCESS,
                 wall_s=round(time.perf_counter() - started, 1),
+                **_best_of(context, stage, source, summary, trajectories),
             )
         )
         previous = (source, summary)
         played[source] = trajectories
     _publish(context, stage, entries, played)
     return {}
+
+
+def _best_of(
+    context: RunContext, stage: EvalStage, label: str, summary: EvalSummary, trajectories: Sequence[Trajectory]
+) -> dict[str, Any]:
+    """What the stage's reward model chooses among n samples, for results.json; empty unless it is asked to."""
+    if stage.best_of is None or stage.reward_model is None:
+        return {}
+    model, scores = context.reward_model(stage.reward_model), list[float | None]()
+    if stage.choose_by == "last":
+        scores = score_trajectories(model, trajectories)
+    else:
+        for chances in score_steps(model, trajectories):
+            found = float((np.min if stage.choose_by == "min" else np.prod)(chances[1:])) if len(chances) > 1 else None
+            scores.append(None if found is None or math.isnan(found) else found)
+    figures = best_of(summary.records, scores, stage.best_of, SUCCESS)
+    said = [f"{words} {figures[key]:.3f}" for key, words in (("pass_1", "pass@1"), ("pass_n", f"pass@{stage.best_of}"))
+            if figures[key] is not None]  # fmt: skip
+    best = figures["best"]["mean"]
+    context.note(
+        f"{stage.name}: {label}: best of {stage.best_of} by {stage.reward_model} "
+        f"{'not measured' if best is None else f'{best:.3f}'} ({', '.join(said)}; {figures['tasks']} tasks)"
+    )
+    return {"best_of": {"reward_model": stage.reward_model, "choose_by": stage.choose_by, **figures}}
 
 
 def _publish(

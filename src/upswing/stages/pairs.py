@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -51,9 +52,7 @@ async def collect_pairs(
         limit = context.recipe.limits.context_tokens
         return pairs_from_rows(rows, context.rollouts.renderer, context.rollouts.end_tokens, max_tokens=limit)
     assert stage.pairs_per_task is not None
-    stored = [one.trajectory for one in context.store.read(stage.name, 0)]
-    if not stored:
-        stored = await _sampled(context, stage, weights)
+    stored = await samples(context, stage, weights)
     groups = [list(members) for _, members in groupby(stored, key=lambda one: one.id.rpartition("-")[0])]
     pairs = [pair for members in groups for pair in pairs_from_group(members, most=stage.pairs_per_task)]
     forked = sum(len(one.branches) > 1 for one in stored)
@@ -67,6 +66,12 @@ async def collect_pairs(
             "raise temperature or samples, or start from a model that solves some tasks"
         )
     return pairs
+
+
+async def samples(context: RunContext, stage: PairStage, weights: Mapping[str, torch.Tensor]) -> list[Trajectory]:
+    """The stage's own samples, task after task: those in the store, or played with `weights` and stored."""
+    stored = [one.trajectory for one in context.store.read(stage.name, 0)]
+    return stored or await _sampled(context, stage, weights)
 
 
 async def _sampled(context: RunContext, stage: PairStage, weights: Mapping[str, torch.Tensor]) -> list[Trajectory]:
@@ -151,15 +156,25 @@ def _rendered(
     return TrainRow(tokens=branches[0].tokens, loss_mask=loss_mask(branches[0]))
 
 
-def hold_out(pairs: Sequence[Pair], count: int) -> tuple[list[Pair], list[Pair]]:
-    """(training, held out): whole prompts from the end until at least `count` pairs are held out."""
-    prompts = [pair.prompt for pair in pairs]
+class Prompted(Protocol):
+    """What can be held out by its prompt."""
+
+    @property
+    def prompt(self) -> bytes: ...
+
+
+Item = TypeVar("Item", bound=Prompted)
+
+
+def hold_out(items: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:
+    """(training, held out): whole prompts from the end until at least `count` items are held out."""
+    prompts = [item.prompt for item in items]
     sizes, held, size = Counter(prompts), set[bytes](), 0
     for prompt in reversed(prompts):
         if size < count and prompt not in held:
             held.add(prompt)
             size += sizes[prompt]
-    parts: tuple[list[Pair], list[Pair]] = [], []
-    for pair, prompt in zip(pairs, prompts, strict=True):
-        parts[prompt in held].append(pair)
+    parts: tuple[list[Item], list[Item]] = [], []
+    for item, prompt in zip(items, prompts, strict=True):
+        parts[prompt in held].append(item)
     return parts

@@ -16,7 +16,7 @@ from upswing.learn.critic import Critic
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
-from upswing.learn.reward_model import load_reward_model, score_trajectories
+from upswing.learn.reward_model import score_steps, score_trajectories
 from upswing.learn.rows import TrainRow, at_loss, spread
 from upswing.learn.schedule import Schedule
 from upswing.models.heads import scalar_model
@@ -51,10 +51,9 @@ class PolicyMethod:
             options = {**context.trainer_options(stage), "lr": stage.critic.lr}
             model = context.adapted(scalar_model(context.source_model(source)), stage)
             self.critic = Critic(model, schedule=schedule, **options)
-        self.reward_model = None
-        if stage.reward_model is not None:
-            folder = context.checkpoint(stage.reward_model)
-            self.reward_model = load_reward_model(str(folder), compute_dtype=context.compute_dtype)
+        self.reward_model, self.process_model = (
+            None if name is None else context.reward_model(name) for name in (stage.reward_model, stage.process_reward)
+        )
 
     async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
         """One update -> the batch, the policy's metrics (None while only the critic warms up) and further signals."""
@@ -138,6 +137,7 @@ class PolicyMethod:
             values_N=None if values is None else _wide(batch.rows, values),
             greedy_B=greedy_B,
             moving_average=self.learner.extra["moving_average"],
+            chances=None if self.process_model is None else score_steps(self.process_model, batch.trajectories),
             weights=self.context.rubric.at(step).weights,
         )
 

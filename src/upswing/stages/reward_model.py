@@ -1,105 +1,95 @@
-"""The `reward_model` stage: scores learned from preference pairs, and what they are worth on held-out prompts."""
+"""The `reward_model` stage: scores learned from preference pairs, or chances of success learned from labels, and what
+they are worth on held-out prompts."""
 
 from __future__ import annotations
 
-import random
-import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from upswing.errors import UpswingError
-from upswing.learn.reward_model import Pair, RewardModel
-from upswing.learn.schedule import Schedule
+from upswing.learn.reward_model import RewardModel
 from upswing.models.heads import scalar_model
 from upswing.recipe.reward_model import RewardModelStage
-from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
-from upswing.stages.pairs import collect_pairs, hold_out
+from upswing.stages.offline import Numbers, fit, schedule, split
+from upswing.stages.pairs import collect_pairs
+from upswing.stages.process_reward import collect_labelled
 
 CHANCE = 0.55
 """Held-out accuracy below this is hardly better than a coin."""
 LENGTH_BIAS = 0.4
 """Above this correlation of score and length a policy will learn to write longer."""
+PAIR_WORDS = {"accuracy": "accuracy", "ece": "calibration error", "length_correlation": "correlation with length"}
+LABEL_WORDS = {"accuracy": "accuracy", "auc": "AUC", "brier": "Brier score", "base_brier": "that of the base rate"}
 
 
 async def run_reward_model(context: RunContext, stage: RewardModelStage, index: int) -> dict[str, Any]:
-    """Train and save the final weights -> facts for state.json. A killed stage starts over, with the pairs it had."""
+    """Train and save the final weights -> facts for state.json. A killed stage starts over, with the data it had."""
     context.metrics.truncate_after(stage.name, -1)
     source = context.source_model(context.recipe.source_of(index, stage.from_))
-    found = hold_out(await collect_pairs(context, stage, source.state_dict()), stage.validation_pairs)
-    training, held = ([(p.chosen, p.rejected) for p in part if p.chosen and p.rejected] for part in found)
-    if not training:
-        raise UpswingError(
-            f"{stage.name}: {len(held)} pairs, none left to train on after holding out whole prompts for "
-            f"validation_pairs ({stage.validation_pairs}); use fewer, or sample more tasks"
-        )
-    total = -(-len(training) // stage.batch_size) * stage.epochs
+    in_pairs = stage.labels == "pairs"
+    unit = "pairs" if in_pairs else "trajectories"
+    collect: Callable[..., Any] = collect_pairs if in_pairs else collect_labelled
+    training, held = split(context, stage, await collect(context, stage, source.state_dict()), unit)
     model = RewardModel(
         context.adapted(scalar_model(source), stage),
-        schedule=Schedule(kind=stage.schedule, warmup=min(int(stage.warmup_frac * total), total - 1), total=total),
+        schedule=schedule(stage, len(training)),
         **context.trainer_options(stage),
     )
-    context.note(f"{stage.name}: {len(training)} pairs to train on, {len(held)} held out")
-    started = time.perf_counter()
-    before = _measure(context, stage, model, held)
-    after = _train(context, stage, model, training, held, total) or before
-    seconds = round(time.perf_counter() - started, 1)
-    _report(context, stage, before, after, total)
+    update, measure = (_pairs if in_pairs else _labels)(stage, model, held)
+    facts = fit(
+        context,
+        stage,
+        model,
+        training,
+        update=update,
+        measure=measure if held else None,
+        shown=("loss", "accuracy"),
+        moved=PAIR_WORDS if in_pairs else LABEL_WORDS,
+    )
+    for title, evidence, remedy in _findings(facts["held_out"]["after"]):
+        context.warn(title, evidence=evidence, remedy=remedy, stage=stage.name, step=facts["steps"])
     model.save(context.out / "checkpoints" / stage.name / FINAL, tokenizer=context.tokenizer)
-    facts = {"pairs": len(training), "steps": total, "train_s": seconds}
-    return {**facts, "held_out": {"before": before, "after": after}}
+    return {unit: len(training), **facts}
 
 
-def _train(
-    context: RunContext, stage: RewardModelStage, model: RewardModel, pairs: list[Pair], held: list[Pair], total: int
-) -> dict[str, float]:
-    """All epochs, each in an order of its own -> the last measurement."""
-    after: dict[str, float] = {}
-    with context.progress.task(stage.name, total=total, unit="update") as shown:
-        for epoch in range(stage.epochs):
-            order = list(pairs)
-            random.Random(derive_seed(context.recipe.seed, stage.name, "epoch", epoch)).shuffle(order)
-            for start in range(0, len(order), stage.batch_size):
-                batch = order[start : start + stage.batch_size]
-                margins = [stage.margin] * len(batch)
-                values = model.pair_update(batch, margins=margins, centring=stage.centring)
-                context.metrics.append(stage.name, model.updates, values)
-                shown.update(model.updates, loss=round(values["loss"], 4), accuracy=round(values["accuracy"], 3))
-                if model.updates == total or (stage.eval_every and model.updates % stage.eval_every == 0):
-                    after = _measure(context, stage, model, held)
-    return after
+Learning = tuple[Callable[[Sequence[Any]], Numbers], Callable[[], Numbers]]
+"""(update with a batch, measurement of what is held out)."""
 
 
-def _measure(context: RunContext, stage: RewardModelStage, model: RewardModel, held: list[Pair]) -> dict[str, float]:
-    """Loss, accuracy, calibration and length correlation on the held-out pairs; empty without any."""
-    if not held:
-        return {}
-    values = {f"validation_{name}": value for name, value in model.pair_metrics(held).items()}
-    context.metrics.append(stage.name, model.updates, values)
-    return values
+def _pairs(stage: RewardModelStage, model: RewardModel, held: Sequence[Any]) -> Learning:
+    def update(batch: Sequence[Any]) -> Numbers:
+        margins, centring = [stage.margin or 0.0] * len(batch), stage.centring or 0.0
+        return model.pair_update([(p.chosen, p.rejected) for p in batch], margins=margins, centring=centring)
+
+    return update, lambda: model.pair_metrics([(p.chosen, p.rejected) for p in held])
 
 
-def _report(
-    context: RunContext, stage: RewardModelStage, before: dict[str, float], after: dict[str, float], step: int
-) -> None:
-    if not after:
-        return
-    names = {"accuracy": "accuracy", "ece": "calibration error", "length_correlation": "correlation with length"}
-    moves = [f"{w} {before[f'validation_{n}']:.3f} -> {after[f'validation_{n}']:.3f}" for n, w in names.items()]
-    context.note(f"{stage.name}: held-out {', '.join(moves)}")
-    accuracy, length = after["validation_accuracy"], after["validation_length_correlation"]
-    if accuracy < CHANCE:
-        context.warn(
-            "the reward model is hardly better than chance",
-            evidence=f"it puts {100 * accuracy:.0f} % of held-out pairs in the right order",
-            remedy="Use more pairs or epochs or a higher lr before any RL with it.",
-            stage=stage.name,
-            step=step,
+def _labels(stage: RewardModelStage, model: RewardModel, held: Sequence[Any]) -> Learning:
+    return (
+        lambda batch: model.label_update([row for one in batch for row in one.rows]),
+        lambda: model.label_metrics([row for one in held for row in one.rows]),
+    )
+
+
+def _findings(after: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    """(title, evidence, remedy) of what held-out figures say against the model."""
+    figures = {name.removeprefix("validation_"): value for name, value in after.items()}
+    if figures.get("brier", 0.0) >= figures.get("base_brier", 1.0):
+        yield (
+            "the reward model is no better than the base rate",
+            f"its held-out Brier score is {figures['brier']:.3f}, that of always saying the mean label "
+            f"{figures['base_brier']:.3f}",
+            "Use more tasks, samples or epochs or a higher lr before any use of it.",
         )
-    if length > LENGTH_BIAS:
-        context.warn(
+    if "ece" in figures and figures["accuracy"] < CHANCE:
+        yield (
+            "the reward model is hardly better than chance",
+            f"it puts {100 * figures['accuracy']:.0f} % of held-out pairs in the right order",
+            "Use more pairs or epochs or a higher lr before any RL with it.",
+        )
+    if (length := figures.get("length_correlation", 0.0)) > LENGTH_BIAS:
+        yield (
             "the reward model likes length",
-            evidence=f"its score and a trajectory's sampled tokens have correlation {length:.2f} on held-out pairs",
-            remedy="Balance lengths within pairs, or RL with it will make trajectories longer, not better.",
-            stage=stage.name,
-            step=step,
+            f"its score and a trajectory's sampled tokens have correlation {length:.2f} on held-out pairs",
+            "Balance lengths within pairs, or RL with it will make trajectories longer, not better.",
         )
