@@ -1,0 +1,106 @@
+"""The launcher: one small process that keeps sandboxes ready, each a fork of itself with the interpreter already up.
+
+It never sees a program, its files or its output: what it hands out is a socket to process 1 of a fresh sandbox.
+File descriptor 0 is its socket to the client, and in a sandbox's process 1 that one's socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import tempfile
+from typing import Any
+
+from . import linux, seccomp, wire
+from .program import Job, play
+from .supervisor import Place, serve
+
+# In every program's memory from the start: what most programs and tests import.
+import bisect, collections, contextlib, copy, dataclasses, datetime, decimal, enum, fractions, functools, heapq  # noqa: E401, F401, I001, E402
+import inspect, io, itertools, math, operator, random, re, string, subprocess, textwrap, threading, time, types, typing  # noqa: E401, F401, E402, E501
+
+
+def main() -> None:
+    control = socket.socket(fileno=0)
+    job = _launch(control)
+    if job is not None:
+        play(job)
+
+
+def _launch(control: socket.socket) -> Job | None:
+    """Hand out sandboxes until the client is gone -> None; in a program's process -> its job."""
+    config, _ = wire.receive(control)
+    sys.path.remove(config["path"])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "jail"]:
+        del sys.modules[name]
+    try:
+        filter_ = _prepare(config)
+    except OSError as error:
+        wire.send(control, {"error": error.strerror or str(error)})
+        return None
+    wire.send(control, {})
+    gc.collect()
+    gc.freeze()
+    ready = list[int]()
+    while True:
+        while len(ready) < config["ready"]:
+            ours, theirs = socket.socketpair()
+            if not os.fork():
+                for fd in (0, 1, 2):
+                    os.dup2(theirs.fileno(), fd)
+                ours.detach(), theirs.detach()
+                os.closerange(3, 1 << 16)
+                return _sandbox(control, filter_)
+            theirs.close()
+            ready.append(ours.detach())
+        if not control.recv(1):
+            return None
+        given = ready.pop(0)
+        socket.send_fds(control, [b"+"], [given])
+        os.close(given)
+
+
+def _prepare(config: dict[str, Any]) -> seccomp._Program | None:
+    """-> the filter of isolated programs; None: no isolation. Raises OSError."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a sandbox can't be sent what it doesn't handle
+    os.umask(0o022)
+    if config["unsafe_local"]:
+        return None
+    filter_ = seccomp.program()
+    linux.adopt_orphans()
+    linux.leave_host(config["prefixes"])
+    return filter_
+
+
+def _sandbox(control: socket.socket, filter_: seccomp._Program | None) -> Job | None:
+    """Lead a sandbox for as long as the client holds its socket; in a program's process -> its job."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    folder = None
+    try:
+        if filter_ is None:
+            linux.adopt_orphans()
+            folder = tempfile.TemporaryDirectory(prefix="upswing-")
+            place = Place(folder.name, None)
+        else:
+            linux.enter(Place.disk_mb)
+            place = Place(linux.BOX, filter_)
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:
+        control.sendall(b"-")
+        wire.send(control, {"error": error.strerror or str(error)})
+        os._exit(1)
+    socket.send_fds(control, [b"+"], [pidfd])
+    os.close(pidfd)
+    job = serve(control, place)
+    if job is None:
+        if folder is not None:
+            folder.cleanup()
+        os._exit(0)
+    if folder is not None:
+        folder._finalizer.detach()  # type: ignore[attr-defined]  # process 1's to remove
+    control.detach()
+    return job
