@@ -1,0 +1,241 @@
+"""When groups are played and which of them are learned from: the synchronous loop and the asynchronous one.
+
+Groups have numbers, in the order of the stage's stream of tasks. A number stays open until its group was learned from
+or dropped on purpose, so that no task is lost and none is learned from twice, whatever is cancelled, stale or killed.
+
+How many may be started (AReaL, arXiv 2505.24298, section 5.1, in groups): before `version + 1` updates could use them,
+
+    started - dropped <= (max_staleness + version + 1) * batch
+
+so what waits in the buffer counts too, and a learner that is slow holds the engine back. With `max_staleness` 0 the
+next batch starts only after the update: that is the synchronous loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+T = TypeVar("T")
+Play = Callable[[int, int], Awaitable[T]]
+"""`play(number, attempt)`: the group of that number; `attempt` counts from 0, for a seed of its own."""
+MAX_CANCELS = 1
+"""How often a group may be cancelled for being late. Then it is waited for: long tasks must not vanish."""
+MAX_REQUEUES = 2
+"""How often a stale group is played again. Then it is dropped: its tasks may take longer than it may be old."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How far the rollouts may be ahead of the learner."""
+
+    batch: int
+    """Groups an update."""
+    max_staleness: int = 0
+    """Updates that may lie between sampling a token and learning from it."""
+    stale: Literal["requeue", "drop", "keep"] = "requeue"
+    """What becomes of a finished group that is older: its task is played again, or is given up, or it stays."""
+    oversample: int = 0
+    """Groups started beyond those that are needed; once enough are finished, the late ones are cancelled and their
+    tasks played with the next ones. Only with `max_staleness` 0: otherwise late groups simply come later."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Since the last `take`."""
+
+    requeued: int = 0
+    """Stale or cancelled groups whose tasks are played again."""
+    dropped: int = 0
+    cancelled: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken(Generic[T]):
+    """What an update learns from."""
+
+    numbers: tuple[int, ...]
+    groups: tuple[T, ...]
+    counts: Counts
+    waited_s: float
+    """How long the learner waited for it."""
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A group that was started and not yet learned from."""
+
+    attempt: int = 0
+    cancels: int = 0
+    task: asyncio.Task[Any] | None = None
+    """None: it waits to be started (again)."""
+
+
+@dataclass(kw_only=True)
+class Scheduler(Generic[T]):
+    """Keeps groups in play and hands out whole ones, oldest first. Make it inside the event loop that it runs in.
+
+    `staleness(group)`: updates since the oldest token of a finished group was sampled. `version`: updates so far.
+    `state`: what `state()` said when a run was saved; its open groups are started again.
+    """
+
+    play: Play[T]
+    pace: Pace
+    staleness: Callable[[T], int]
+    version: int = 0
+    state_before: Mapping[str, Any] | None = None
+    max_groups: int | None = None
+    """Groups in play at once; None: as many as the pace allows."""
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _waiting: list[int] = field(default_factory=list)
+    """A heap: open groups to be started (again)."""
+    _ready: set[int] = field(default_factory=set)
+    """Finished and not too old."""
+    _owed: set[int] = field(default_factory=set)
+    """In play, and cancelled before as often as may be."""
+    _next: int = 0
+    _running: int = 0
+    _taken: int = 0
+    _allowed: int = 0
+    _first: int = 0
+    _counts: Counts = field(default_factory=Counts)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ending: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Cancelled, their environments not yet closed."""
+
+    def __post_init__(self) -> None:
+        self._first = self.version
+        before = self.state_before or {}
+        self._next = int(before.get("next", self.version * self.pace.batch))
+        for number, attempt, cancels in before.get("open", ()):
+            self._open[number] = _Open(attempt=attempt, cancels=cancels)
+            heapq.heappush(self._waiting, number)
+
+    # -- the learner's side -----------------------------------------------------------------------------------------
+
+    async def take(self, *, more: bool = False) -> Taken[T]:
+        """The next batch of whole groups, the oldest that are finished, in the order of their numbers.
+
+        `more`: a further batch for the same update (dynamic sampling). Raises what `play` raised.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        if more:
+            self._allowed += self.pace.batch
+        self._fill()
+        while len(self._ready) < self.pace.batch or self._owed:
+            self._changed.clear()
+            await self._changed.wait()
+        numbers = tuple(sorted(self._ready)[: self.pace.batch])
+        self._ready.difference_update(numbers)
+        groups = tuple(self._result(self._open.pop(number)) for number in numbers)
+        self._taken += len(numbers)
+        if self.pace.oversample and self.pace.max_staleness == 0:
+            self._cancel_late()
+        counts, self._counts = self._counts, Counts()
+        return Taken(numbers=numbers, groups=groups, counts=counts, waited_s=loop.time() - began)
+
+    def advance(self) -> None:
+        """An update was made and the engine has its weights: sort out what is stale now, and go on."""
+        self.version += 1
+        for number in [number for number in self._ready if self._is_stale(self._open[number])]:
+            self._turn_away(number)
+        self._fill()
+
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint. Call it between `take` and the next one, when what was taken has been learned from."""
+        return {"next": self._next, "open": [[n, one.attempt, one.cancels] for n, one in sorted(self._open.items())]}
+
+    async def close(self) -> None:
+        """Cancel what is in play; returns when it has ended."""
+        for one in self._open.values():
+            self._cancel(one)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    # -- what is played ---------------------------------------------------------------------------------------------
+
+    def _capacity(self) -> int:
+        """Groups that may be started now."""
+        pace, begun = self.pace, self._taken + len(self._open) - len(self._waiting)
+        updates = self.version - self._first
+        ahead = (pace.max_staleness + updates + 1) * pace.batch + self._allowed + pace.oversample - begun
+        return ahead if self.max_groups is None else min(ahead, self.max_groups - self._running)
+
+    def _fill(self) -> None:
+        for _ in range(self._capacity()):
+            if self._waiting:
+                number = heapq.heappop(self._waiting)
+            else:
+                number, self._next = self._next, self._next + 1
+                self._open[number] = _Open()
+            one = self._open[number]
+            if one.cancels >= MAX_CANCELS:
+                self._owed.add(number)
+            one.task = asyncio.ensure_future(self.play(number, one.attempt))
+            self._running += 1
+            one.task.add_done_callback(lambda task, number=number: self._on_done(number, task))  # type: ignore[misc]
+
+    def _on_done(self, number: int, task: asyncio.Future[Any]) -> None:
+        self._ending.discard(task)
+        self._running -= 1
+        one = self._open.get(number)
+        if one is not None and one.task is task:
+            self._owed.discard(number)
+            self._ready.add(number)
+            if self._is_stale(one):
+                self._turn_away(number)
+            self._fill()
+        self._changed.set()
+
+    @staticmethod
+    def _result(one: _Open) -> Any:
+        assert one.task is not None
+        return one.task.result()
+
+    def _is_stale(self, one: _Open) -> bool:
+        """Of a finished group; one that broke is not: its error is for `take` to raise."""
+        assert one.task is not None
+        if self.pace.stale == "keep" or one.task.cancelled() or one.task.exception() is not None:
+            return False
+        return self.staleness(one.task.result()) > self.pace.max_staleness
+
+    def _turn_away(self, number: int) -> None:
+        """A finished group that is too old."""
+        self._ready.discard(number)
+        if self.pace.stale == "drop" or self._open[number].attempt >= MAX_REQUEUES:
+            del self._open[number]
+            self._counts.dropped += 1
+            return
+        self._requeue(number)
+
+    def _requeue(self, number: int) -> None:
+        one = self._open[number]
+        one.task, one.attempt = None, one.attempt + 1
+        heapq.heappush(self._waiting, number)
+        self._counts.requeued += 1
+
+    def _cancel_late(self) -> None:
+        """Those that others have overtaken; a group that was cancelled before is waited for the next time."""
+        for number, one in self._open.items():
+            if one.task is not None and not one.task.done() and one.cancels < MAX_CANCELS:
+                self._cancel(one)
+                one.cancels += 1
+                self._counts.cancelled += 1
+                self._requeue(number)
+
+    def _cancel(self, one: _Open) -> None:
+        if one.task is not None and not one.task.done():
+            self._ending.add(one.task)
+            one.task.cancel()
+            one.task = None
+
+
+def staleness_histogram(versions: Sequence[int], now: int) -> dict[int, int]:
+    """Sampled tokens by the updates between sampling them and version `now`."""
+    found: dict[int, int] = {}
+    for version in versions:
+        found[now - version] = found.get(now - version, 0) + 1
+    return dict(sorted(found.items()))

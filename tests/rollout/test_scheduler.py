@@ -1,0 +1,187 @@
+"""Which groups are played when, and which are learned from. Everything here runs in virtual time."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from upswing.rollout.scheduler import MAX_CANCELS, MAX_REQUEUES, Pace, Scheduler, staleness_histogram
+from upswing.rollout.simulate import run_virtual
+
+
+class Rollout:
+    """Plays group `number` in `seconds(number, attempt)`; its result is (number, attempt, version at its start)."""
+
+    def __init__(self, seconds, pace, **options):
+        self.seconds = seconds
+        self.started, self.running, self.most, self.closed = [], 0, 0, 0
+        self.scheduler = Scheduler(
+            play=self.play, pace=pace, staleness=lambda group: self.scheduler.version - group[2], **options
+        )
+
+    async def play(self, number, attempt):
+        version = self.scheduler.version
+        self.started.append((number, attempt))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.seconds(number, attempt))
+            return number, attempt, version
+        finally:
+            self.running -= 1
+            self.closed += 1
+
+    async def train(self, steps, update_s=0.0):
+        taken = []
+        for _ in range(steps):
+            taken.append(await self.scheduler.take())
+            await asyncio.sleep(update_s)
+            self.scheduler.advance()
+        await self.scheduler.close()
+        return taken
+
+
+def play(steps, seconds, pace, update_s=0.0, **options):
+    async def main():
+        rollout = Rollout(seconds, pace, **options)
+        taken = await rollout.train(steps, update_s)
+        return rollout, taken
+
+    return run_virtual(main())
+
+
+def uneven(number, attempt):
+    return random.Random(f"{number}/{attempt}").lognormvariate(0.0, 1.5)
+
+
+def test_without_staleness_it_is_the_synchronous_loop():
+    rollout, taken = play(5, uneven, Pace(batch=4), update_s=1.0)
+    assert [one.numbers for one in taken] == [tuple(range(4 * i, 4 * i + 4)) for i in range(5)]
+    assert all(group[2] == step for step, one in enumerate(taken) for group in one.groups)  # of the newest weights
+    assert rollout.most == 4
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("stale", ["requeue", "drop", "keep"])
+def test_staleness_is_bounded_and_every_number_is_learned_from_once(max_staleness, stale):
+    rollout, taken = play(40, uneven, Pace(batch=3, max_staleness=max_staleness, stale=stale), update_s=0.7)
+    numbers = [number for one in taken for number in one.numbers]
+    assert len(numbers) == len(set(numbers)) == 120
+    if stale != "keep":
+        ages = [step - group[2] for step, one in enumerate(taken) for group in one.groups]
+        assert max(ages) <= max_staleness
+        assert max_staleness == 0 or max(ages) > 0
+    counts = [one.counts for one in taken] + [rollout.scheduler._counts]
+    left, dropped = rollout.scheduler.state(), sum(one.dropped for one in counts)
+    lost = set(range(left["next"])) - set(numbers) - {number for number, *_ in left["open"]}
+    assert len(lost) == dropped if stale != "keep" else not lost  # all others are taken or still open
+    assert dropped == 0 or stale == "drop" or max(attempt for _, attempt in rollout.started) == MAX_REQUEUES
+    assert rollout.most <= 3 * (max_staleness + 1)
+
+
+def test_the_capacity_counts_what_waits_in_the_buffer():
+    async def main():
+        rollout = Rollout(lambda number, attempt: 1.0, Pace(batch=2, max_staleness=1))
+        await rollout.scheduler.take()
+        await asyncio.sleep(100.0)  # a slow learner
+        return rollout.started
+
+    # (1 + 0 + 1) * 2 groups, and not one more while the learner is at version 0.
+    assert [number for number, _ in run_virtual(main())] == [0, 1, 2, 3]
+
+
+def test_the_oldest_finished_groups_come_first():
+    seconds = {0: 9.0, 1: 3.0, 2: 2.0, 3: 1.0}
+    _, taken = play(2, lambda number, attempt: seconds.get(number, 20.0), Pace(batch=2, max_staleness=1))
+    assert taken[0].numbers == (2, 3)  # finished first; of those, in order
+    assert taken[1].numbers == (0, 1)
+
+
+def test_a_straggler_that_is_too_old_is_played_again_with_another_seed():
+    def seconds(number, attempt):
+        return 50.0 if (number, attempt) == (0, 0) else 1.0
+
+    rollout, taken = play(60, seconds, Pace(batch=2, max_staleness=1), update_s=1.0)
+    assert (0, 0) in rollout.started and (0, 1) in rollout.started
+    again = [group for one in taken for group in one.groups if group[0] == 0]
+    assert [group[1] for group in again] == [1]
+    assert sum(one.counts.requeued for one in taken) == 1
+
+
+def test_a_group_that_always_gets_too_old_is_dropped_in_the_end():
+    rollout, taken = play(90, lambda n, a: 50.0 if n == 0 else 1.0, Pace(batch=2, max_staleness=1), update_s=1.0)
+    assert [attempt for number, attempt in rollout.started if number == 0] == list(range(MAX_REQUEUES + 1))
+    assert sum(one.counts.dropped for one in taken) == 1
+
+
+def test_late_groups_are_cancelled_once_and_then_waited_for():
+    def seconds(number, attempt):
+        return 100.0 if number == 1 else 1.0
+
+    rollout, taken = play(4, seconds, Pace(batch=2, oversample=1))
+    assert taken[0].numbers == (0, 2) and taken[0].counts.cancelled == 1
+    assert Counter(number for number, _ in rollout.started)[1] == 1 + MAX_CANCELS
+    assert 1 in [number for one in taken for number in one.numbers]
+    numbers = [number for one in taken for number in one.numbers]
+    assert len(numbers) == len(set(numbers))
+    assert rollout.closed == len(rollout.started)  # every environment was closed
+
+
+def test_a_further_batch_for_the_same_update_is_of_the_same_weights():
+    async def main():
+        rollout = Rollout(lambda number, attempt: 1.0, Pace(batch=2))
+        first, second = await rollout.scheduler.take(), await rollout.scheduler.take(more=True)
+        rollout.scheduler.advance()
+        third = await rollout.scheduler.take()
+        return first, second, third, rollout.started
+
+    first, second, third, started = run_virtual(main())
+    assert (first.numbers, second.numbers, third.numbers) == ((0, 1), (2, 3), (4, 5))
+    assert [group[2] for group in (*second.groups, *third.groups)] == [0, 0, 1, 1]
+    assert len(started) == 6
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_killed_run_loses_no_task_and_learns_from_none_twice(max_staleness):
+    pace = Pace(batch=3, max_staleness=max_staleness)
+
+    async def part(state, version, steps):
+        rollout = Rollout(uneven, pace, version=version, state_before=state)
+        numbers = []
+        for _ in range(steps):
+            numbers += (await rollout.scheduler.take()).numbers
+            rollout.scheduler.advance()
+        state = rollout.scheduler.state()
+        await rollout.scheduler.close()
+        return numbers, state
+
+    first, state = run_virtual(part(None, 0, 5))
+    second, after = run_virtual(part(state, 5, 5))
+    numbers = first + second
+    assert len(numbers) == len(set(numbers)) == 30
+    assert set(range(after["next"])) == set(numbers) | {number for number, *_ in after["open"]}
+    if max_staleness == 0:
+        assert numbers == list(range(30))
+
+
+def test_fewer_groups_at_once_when_there_is_a_limit():
+    rollout, taken = play(5, uneven, Pace(batch=4, max_staleness=3), max_groups=2)
+    assert rollout.most == 2
+    assert len({number for one in taken for number in one.numbers}) == 20
+
+
+def test_what_breaks_in_a_group_reaches_the_learner():
+    async def main():
+        async def broken(number, attempt):
+            raise ValueError("no such tool")
+
+        scheduler = Scheduler(play=broken, pace=Pace(batch=1), staleness=lambda group: 0)
+        await scheduler.take()
+
+    with pytest.raises(ValueError, match="no such tool"):
+        run_virtual(main())
+
+
+def test_staleness_is_counted_by_token():
+    assert staleness_histogram([3, 3, 5, 4], 5) == {0: 1, 1: 1, 2: 2}
