@@ -67,6 +67,15 @@ class Coins(Environment):
         return lambda messages: rng.choice(["yes", "no"])
 
 
+class Summed(Coins):
+    """Shows how many yes there were in place of the conversation: each turn has a branch of its own."""
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        seen = await super().step(message)
+        told = Message(role="user", content=f"{self.said.count('yes')} yes of {len(self.said)}")
+        return seen if seen.done else Observation(messages=(told,), rewrite=True)
+
+
 class Forgetful(Coins):
     """Never answers twice alike."""
 
@@ -195,6 +204,14 @@ async def test_labels_are_the_exact_values_up_to_sampling_and_are_not_played_twi
     once_more = labels_of(context, await collect_labelled(context, stage, {}))
     assert last == 3 and len(context.engine.calls) - calls <= calls // 2  # type: ignore[attr-defined]
     assert [labels for _, labels in again] == [labels for _, labels in once_more] == [labels for _, labels in found]
+
+
+async def test_a_rewritten_conversation_is_brought_back_too(tmp_path: Path) -> None:
+    context, stage = scripted(tmp_path, toss, env=Summed, samples=2, rollouts_per_step=4)
+    found = await collect_labelled(context, stage, {})
+    assert all(one.trajectory.outcome is Outcome.COMPLETED for one in context.store.read("prm"))
+    for labelled in found:
+        assert [row.turn[row.loss_positions].tolist() for row in labelled.rows] == [[0, 1], [2], [3]]
 
 
 async def test_outcome_labels_are_of_the_last_turn_alone(tmp_path: Path) -> None:
@@ -355,7 +372,16 @@ def test_a_run_learns_the_value_of_a_prefix_and_uses_it(tmp_path: Path) -> None:
         "stage": "sft", "demonstrations": 96, "validation_demonstrations": 0, "epochs": 2, "batch_size": 16,
         "lr": 5e-3, "min_reward": 0.0, "eval_every": 0, "graduation": {"enabled": False},
     }  # fmt: skip
-    prm = {**PRM, "validation_pairs": 10, "tasks": 9, "samples": 5, "rollouts_per_step": 3, "lr": 5e-3, "epochs": 14, "batch_size": 4}
+    prm = {
+        **PRM,
+        "validation_pairs": 10,
+        "tasks": 9,
+        "samples": 5,
+        "rollouts_per_step": 3,
+        "lr": 5e-3,
+        "epochs": 14,
+        "batch_size": 4,
+    }
     rl = {
         "stage": "rl", "algorithm": "process", "process_reward": "prm", "steps": 1, "tasks_per_step": 4,
         "group_size": 4, "eval_every": 0,
@@ -364,18 +390,23 @@ def test_a_run_learns_the_value_of_a_prefix_and_uses_it(tmp_path: Path) -> None:
         "stage": "eval", "name": "test", "of": ["sft"], "split": "dev", "tasks": 12, "greedy": False, "samples": 6,
         "best_of": 3, "reward_model": "prm", "choose_by": "min",
     }  # fmt: skip
-    run_recipe(recipe(sft, prm, {**rl, "from": "sft"}, test), tmp_path / "run", log=Progress(quiet=True))
+    orm = {**prm, "name": "orm", "labels": "outcome", "rollouts_per_step": None, "epochs": 1}
+    rl |= {"from": "sft", "reward_model": "orm"}
+    run_recipe(recipe(sft, prm, orm, rl, test), tmp_path / "run", log=Progress(quiet=True))
+    facts = read_json(tmp_path / "run/state.json")["stages"]["orm"]
+    assert facts["trajectories"] + 10 <= 45 and 0 <= facts["held_out"]["after"]["validation_brier"] < 0.3
     after = read_json(tmp_path / "run/state.json")["stages"]["prm"]["held_out"]["after"]
     assert after["validation_brier"] < 0.8 * after["validation_base_brier"] and after["validation_auc"] > 0.7
     stored = [one.trajectory for one in TrajectoryStore(tmp_path / "run/trajectories").read("test")]
     model = load_reward_model(tmp_path / "run/checkpoints/prm/final")
     steps = zip(stored, score_steps(model, stored), strict=True)
     chances = {tuple(said(t)[:2]): float(c[2]) for t, c in steps if t.num_turns == TURNS}
-    assert chances["yes", "yes"] > 0.75 > chances["yes", "no"] > 0.25 > chances["no", "no"]
+    assert max(0.8, chances["yes", "no"]) < chances["yes", "yes"]
+    assert min(0.3, chances["yes", "no"]) > chances["no", "no"]
     ends = zip(score_trajectories(model, stored), score_steps(model, stored), strict=True)
     assert all(1 / (1 + math.exp(-score)) == pytest.approx(c[-1], abs=1e-5) for score, c in ends if score is not None)
     [row] = [row for row in MetricsLog(tmp_path / "run").read("rl") if "reward" in row]
-    assert math.isfinite(row["step_score"]) and row["num_steps"] == 1
+    assert math.isfinite(row["step_score"]) and row["num_steps"] == 1 and row["reward"] != row["score_most"]
     [entry] = read_json(tmp_path / "run/results.json")
     found = entry["best_of"]
     assert found["pass_1"] < found["best"]["mean"] <= found["pass_n"] and found["tasks"] == 12

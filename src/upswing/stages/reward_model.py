@@ -74,7 +74,7 @@ def _labels(stage: RewardModelStage, model: RewardModel, held: Sequence[Any]) ->
 def _findings(after: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
     """(title, evidence, remedy) of what held-out figures say against the model."""
     figures = {name.removeprefix("validation_"): value for name, value in after.items()}
-    if figures.get("brier", 0.0) >= figures.get("base_brier", 1.0):
+    if figures.get("brier", 0.0) >= figures.get("base_brier", 0.0) > 0.0:
         yield (
             "the reward model is no better than the base rate",
             f"its held-out Brier score is {figures['brier']:.3f}, that of always saying the mean label "
