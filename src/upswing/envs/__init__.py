@@ -14,12 +14,14 @@ from upswing.errors import ConfigError
 from upswing.verify.functions import check_arguments
 
 BUILTIN: Mapping[str, str] = {
+    "code": "upswing.envs.code:Code",
     "customer_service": "upswing.envs.customer_service:CustomerService",
     "geo_search": "upswing.envs.geo_search:GeoSearch",
     "calculator": "upswing.envs.calculator:Calculator",
     "grid": "upswing.envs.grid:Grid",
     "lookup": "upswing.envs.lookup:Lookup",
     "memory": "upswing.envs.memory:Memory",
+    "shell": "upswing.envs.shell:Shell",
     "sql": "upswing.envs.sql:Sql",
     "tool": "upswing.envs.tool_env:ToolEnv",
     "web_shop": "upswing.envs.web_shop:WebShop",

@@ -14,7 +14,7 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
-from upswing.verify import actions, forms, judge, maths, numeric, pairwise, penalties, qa
+from upswing.verify import actions, code, forms, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.worker import MAX_WORKERS
@@ -34,6 +34,7 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {
     "json_schema": forms.JsonSchema,
     "regex": forms.Regex,
     "countdown": numeric.countdown,
+    "code": code.Code,
     "tool_calls": actions.ToolCalls,
     "state": actions.State,
     "retrieval_hit": actions.RetrievalHit,
@@ -44,8 +45,8 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {
     "versus_reference": pairwise.VersusReference,
     "pairwise": pairwise.Pairwise,
 }
-ASKING = (judge.Asker,)
-"""Built-in ones that wait for a server, and keep their time themselves."""
+ASKING = (code.Code, judge.Asker,)
+"""Built-in ones that wait for a server or a sandbox, and keep their time themselves."""
 WAITING = (maths.Math, forms.JsonSchema, forms.Regex)
 """Built-in ones that ask a worker, which keeps their time itself: none is on the clock while it waits for its turn.
 The others are quick and are called where they are."""
