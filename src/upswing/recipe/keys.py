@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from upswing.recipe.agent import AgentSection
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.lora import LoraSection
 from upswing.recipe.models import (
@@ -29,6 +30,7 @@ from upswing.recipe.stages import EvalStage, Graduation, SftStage
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The recipe", Recipe),
     ("`env`", EnvSection),
+    ("`agent`", AgentSection),
     ("`dataset`", DatasetSection),
     ("`verifiers`, each", VerifierSection),
     ("`engine`", EngineSection),

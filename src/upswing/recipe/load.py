@@ -69,6 +69,9 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
         verifier.model_copy(update={"name": found_spec(verifier.name, f"verifiers.{index}.name")})
         for index, verifier in enumerate(recipe.verifiers)
     )
+    agent = recipe.agent
+    if agent is not None and agent.function is not None:
+        agent = agent.model_copy(update={"function": found_spec(agent.function, "agent.function")})
     dataset = recipe.dataset
     if dataset is not None:
         splits = {split: getattr(dataset, split) for split in ("train", "dev", "test")}
@@ -80,7 +83,8 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
         else stage
         for index, stage in enumerate(recipe.stages)
     )
-    return recipe.model_copy(update={"env": env, "verifiers": verifiers, "dataset": dataset, "stages": stages})
+    found_all = {"env": env, "agent": agent, "verifiers": verifiers, "dataset": dataset, "stages": stages}
+    return recipe.model_copy(update=found_all)
 
 
 def _not_found(path: Path) -> str:

@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from upswing.errors import did_you_mean
+from upswing.recipe.agent import AgentSection
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.fields import (
     Bool,
@@ -161,6 +162,9 @@ class Recipe(Section):
     dataset: DatasetSection | None = Field(
         default=None, description="Tasks for an environment without tasks of its own."
     )
+    agent: AgentSection | None = Field(
+        default=None, description="An agent program that plays the tasks; null: the environment's own loop."
+    )
     verifiers: tuple[VerifierSection, ...] = Field(
         min_length=1, description="The rubric: the reward is the weighted sum of these."
     )
@@ -173,6 +177,11 @@ class Recipe(Section):
     @classmethod
     def _env_name(cls, value: Any) -> Any:
         return expand_shorthand(value, "name")
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _agent_function(cls, value: Any) -> Any:
+        return expand_shorthand(value, "function")
 
     @field_validator("dataset", mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from upswing.engine.base import Engine, Sampling
 from upswing.envs.base import Environment
+from upswing.rollout.agent import Agent
 from upswing.rollout.agent_loop import ExpertSpeaker, PolicySpeaker, Speaker, play
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
@@ -45,6 +46,8 @@ class Rollouts:
     """Trajectories in play at once; more wait, so that each one in play keeps its place in the engine's cache."""
     max_retries: int = 1
     """How often an errored trajectory is tried again (with another seed)."""
+    agent: Agent | None = None
+    """Plays in place of the environment's own loop; demonstrations stay the environment's."""
 
     async def groups(
         self, tasks: Sequence[Task], *, size: int, sampling: Sampling, seed: int, on_done: OnDone | None = None
@@ -123,6 +126,19 @@ class Rollouts:
 
     async def _sampled(self, task: Task, name: str, sampling: Sampling, seed: int) -> Trajectory:
         sampling = replace(sampling, stop_tokens=tuple(sorted({*sampling.stop_tokens, *self.end_tokens})))
+        if self.agent is not None:
+            return await self._scored(
+                await self.agent.play(
+                    task,
+                    trajectory_id=name,
+                    engine=self.engine,
+                    sampling=sampling,
+                    renderer=self.renderer,
+                    end_tokens=self.end_tokens,
+                    limits=self.limits,
+                    seed=seed,
+                )
+            )
         speaker = PolicySpeaker(engine=self.engine, sampling=sampling, limits=self.limits, session=name, seed=seed)
         return await self._played(task, name, self.make_env, speaker, seed)
 
@@ -139,7 +155,15 @@ class Rollouts:
             limits=self.limits,
             seed=seed,
         )
+        return await self._scored(trajectory)
+
+    async def _scored(self, trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, score=await judge(trajectory, self.rubric, self.limits.scoring_timeout_s))
+
+    async def close(self) -> None:
+        """Stop what an agent's trajectories share."""
+        if self.agent is not None:
+            await self.agent.proxy.close()
 
 
 async def judge(trajectory: Trajectory, rubric: Scorer, timeout_s: float) -> Score | None:

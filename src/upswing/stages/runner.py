@@ -37,6 +37,7 @@ from upswing.recipe import (
     check_same,
     load_recipe,
 )
+from upswing.rollout.agent import make_agent
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
@@ -77,6 +78,8 @@ def check(recipe: Recipe) -> World:
     resolve_model(recipe.model, download=False)
     if recipe.engine.quantize is not None:
         check_int8(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if recipe.agent is not None:
+        make_agent(**recipe.agent.model_dump())
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, DistillStage):
             check_teacher(recipe, stage, index)
@@ -124,6 +127,7 @@ async def _run(context: RunContext, last_sign_of_life: float) -> None:
             context.state.finish(stage.name, **facts)
             write_report(context.out)
     finally:
+        await context.rollouts.close()
         await context.engine.close()
 
 
@@ -154,6 +158,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         engine=engine,
         max_concurrent=min(recipe.engine.max_slots, engine.kv_tokens // tokens),
         max_retries=limits.max_retries,
+        agent=None if recipe.agent is None else make_agent(**recipe.agent.model_dump()),
     )
     return RunContext(
         recipe=recipe,
@@ -210,6 +215,7 @@ def eval_checkpoint(
             )
             return summary
         finally:
+            await context.rollouts.close()
             await context.engine.close()
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -151,6 +151,12 @@ class Conversation:
         self._add_turn(text, guarded, completion.tokens, completion.engine_logprobs, completion.policy_version)
         return text
 
+    def add_context(self, tokens: Sequence[int]) -> None:
+        """Append a turn that another conversation sampled, as its exact ids: context here, never trained here."""
+        self._require_prompt("add_context")
+        text, guarded = self._renderer.text_of_sampled(tokens[:-1] if self.ended(tokens) else tokens)
+        self._add_turn(text, guarded, tokens, sampled=False)
+
     def add_expert(self, text: str) -> None:
         """Append a demonstration turn and its end-of-turn token, marked sampled: log-probs NaN, version -1."""
         self._require_prompt("add_expert")
@@ -205,14 +211,15 @@ class Conversation:
         tokens: Sequence[int],
         engine_logprobs: Sequence[float] = (),
         policy_version: Sequence[int] = (),
+        sampled: bool = True,
     ) -> None:
         self._messages.append(Message(role="assistant", content=text))
         self._guarded.append(Message(role="assistant", content=guarded))
         self._current.extend(
-            tokens, self._num_turns, sampled=True, engine_logprobs=engine_logprobs, policy_version=policy_version
+            tokens, self._num_turns, sampled=sampled, engine_logprobs=engine_logprobs, policy_version=policy_version
         )
         self._newest_ids = tuple(tokens)
-        self._num_turns += 1
+        self._num_turns += sampled
         self._awaits_messages = True
 
     def _tail(self, added: Sequence[Message]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
-from upswing.verify import actions, code, forms, judge, maths, numeric, pairwise, penalties, qa
+from upswing.verify import actions, code, forms, http, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.worker import MAX_WORKERS
@@ -41,11 +41,12 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {
     "length_penalty": penalties.LengthPenalty,
     "repetition_penalty": penalties.RepetitionPenalty,
     "call_penalty": penalties.CallPenalty,
+    "http": http.Http,
     "judge": judge.Judge,
     "versus_reference": pairwise.VersusReference,
     "pairwise": pairwise.Pairwise,
 }
-ASKING = (code.Code, judge.Asker,)
+ASKING = (code.Code, judge.Asker, http.Http)
 """Built-in ones that wait for a server or a sandbox, and keep their time themselves."""
 WAITING = (maths.Math, forms.JsonSchema, forms.Regex)
 """Built-in ones that ask a worker, which keeps their time itself: none is on the clock while it waits for its turn.
