@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from upswing.envs import Environment, check_disjoint, environment_factory, tasks_from_jsonl
+from upswing.envs import Environment, check_disjoint, environment_factory
+from upswing.envs.dataset import tasks_from
 from upswing.envs.pairs import read_pairs
 from upswing.errors import ConfigError
 from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, SftStage, Stage
@@ -47,7 +48,15 @@ def dataset_stream(section: DatasetSection, env: str) -> TaskStream:
     """
     paths = {"train": section.train, "dev": section.dev, "test": section.test}
     splits: Mapping[str, Sequence[Task]] = {
-        split: tasks_from_jsonl(path, env=env, split=split, require_gold=section.answer_required)
+        split: tasks_from(
+            path,
+            env=env,
+            split=split,
+            require_gold=section.answer_required,
+            columns=section.columns,
+            answer_pattern=section.answer_pattern,
+            name=section.name,
+        )
         for split, path in paths.items()
         if path is not None
     }
@@ -55,7 +64,7 @@ def dataset_stream(section: DatasetSection, env: str) -> TaskStream:
 
     def stream(split: str, seed: int) -> Iterator[Task]:
         if split not in splits:
-            raise ConfigError(f"the dataset has no {split} rows; set dataset.{split} to a JSON Lines file")
+            raise ConfigError(f"the dataset has no {split} rows; set dataset.{split} to a file or a dataset")
         return _passes(splits[split], seed, section.shuffle) if split == "train" else iter(splits[split])
 
     return stream

@@ -1,10 +1,15 @@
 """Rows become tasks in order, and a wrong row is named with its line."""
 
+import datetime
+import decimal
 import json
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from upswing.envs.dataset import check_disjoint, tasks_from_jsonl
+from upswing.envs.dataset import check_disjoint, is_hub_id, tasks_from, tasks_from_jsonl
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Task
 
@@ -116,3 +121,137 @@ def test_splits_share_neither_ids_nor_problems():
         check_disjoint({"train": [task("1", "a")], "test": [task("1", "b")]})
     with pytest.raises(ConfigError, match="same problem"):
         check_disjoint({"train": [task("1", "a")], "test": [task("2", "a")]})
+
+
+ROWS = [
+    {"question": "a", "solution": "so #### 1,000", "level": 3, "when": datetime.date(2024, 5, 1), "x": None},
+    {"question": "b", "solution": "first #### 3, no: #### 7", "level": None, "when": None, "x": None},
+]
+GSM = {"columns": {"prompt": "question", "answer": "solution"}, "answer_pattern": r"#### ?(.+?)(?:,|$)"}
+
+
+@pytest.fixture(params=["jsonl", "parquet", "saved", "saved_splits", "folder"])
+def stored(request, tmp_path, monkeypatch):
+    """The same two rows in every way to keep them: the source's name."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if request.param == "jsonl":
+        kept = [{k: str(v) if k == "when" else v for k, v in row.items() if v is not None} for row in ROWS]
+        return str(write(tmp_path, *kept, name="gsm.jsonl"))
+    rows = pa.Table.from_pylist([{k: v for k, v in row.items() if k != "x"} for row in ROWS])
+    if request.param in ("parquet", "folder"):
+        name = "gsm.parquet" if request.param == "parquet" else "gsm/train-0.parquet"
+        (tmp_path / "gsm").mkdir()
+        pq.write_table(rows, tmp_path / name)
+        return str(tmp_path / name) if request.param == "parquet" else str(tmp_path / "gsm")
+    found = datasets.Dataset(rows)
+    if request.param == "saved":
+        found.save_to_disk(tmp_path / "gsm")
+        return str(tmp_path / "gsm")
+    datasets.DatasetDict({"mine": found, "test": found.select([1])}).save_to_disk(tmp_path / "gsm")
+    return f"{tmp_path / 'gsm'}#mine"
+
+
+def test_every_kind_of_source_gives_the_same_tasks(stored):
+    tasks = tasks_from(stored, env="tool", **GSM)
+    assert [t.messages for t in tasks] == [(Message(role="user", content=text),) for text in "ab"]
+    assert [t.gold for t in tasks] == [("1",), ("7",)]  # of several matches the last counts
+    assert [t.data for t in tasks] == [{"level": 3, "when": "2024-05-01"}, {}]
+    assert len({t.id for t in tasks}) == 2 and all(t.id.startswith("gsm-") for t in tasks)
+    json.dumps([dict(t.data) for t in tasks])
+
+
+def test_tables_hold_messages_lists_and_numbers(tmp_path):
+    messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "u", "name": None}]
+    path = tmp_path / "m.parquet"
+    rows = [
+        {
+            "messages": messages,
+            "answers": ["1", "2"],
+            "cost": decimal.Decimal("1.50"),
+            "tags": {"kind": "x", "no": None},
+        },
+        {"messages": messages[1:], "answers": ["3"], "cost": None, "tags": {"kind": None, "no": None}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    first, second = tasks_from(str(path), split="dev")
+    assert [m.role for m in first.messages] == ["system", "user"] and first.gold == ("1", "2")
+    assert first.data == {"cost": "1.50"} and first.tags == {"kind": "x"} and second.tags == {}
+    assert first.split == "dev" and first.id == "m-dev-0"
+
+
+@pytest.mark.parametrize(
+    ("rows", "args", "words"),
+    [
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}], {}, ["row 2", "no answer"]),
+        ([{"prompt": "a", "answer": "1", "picture": b"x"}], {}, ["row 1", "'picture'", "JSON"]),
+        ([{"prompt": "a", "answer": float("nan")}], {}, ["row 1", "'answer'", "nan"]),
+        ([{"prompt": "a", "answer": "1", "task": "t"}], {}, ["row 1", "'task'", "clashes"]),
+        (
+            [{"question": "a", "solution": "1"}],
+            {"columns": {"answer": "solutoin"}},
+            ["row 1", "columns.answer", "did you mean 'solution'"],
+        ),
+        ([{"prompt": "a", "question": "b", "answer": "1"}], {"columns": {"prompt": "question"}}, ["'prompt' already"]),
+        ([{"prompt": "a", "answer": "so 1"}], {"answer_pattern": "#### (.+)"}, ["row 1", "answer_pattern", "so 1"]),
+        ([{"prompt": "a", "answer": "1", "id": "x"}, {"prompt": "b", "answer": "1", "id": "x"}], {}, ["'x'", "row 1"]),
+        ([], {}, ["no rows"]),
+    ],
+)
+def test_a_wrong_row_of_a_table_is_named(tmp_path, rows, args, words):
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(ConfigError) as caught:
+        tasks_from(str(path), **args)
+    text = str(caught.value)
+    assert text.startswith(str(path)) and "\n" not in text and all(word in text for word in words), text
+
+
+def test_columns_that_clash_may_be_renamed_and_all_the_others_stay(tmp_path):
+    path = write(tmp_path, {"problem": "a", "answer": "1", "task": "algebra", "messages": ["old"], "level": 2})
+    columns = {"prompt": "problem", "kind": "task", "old": "messages"}
+    (found,) = tasks_from(str(path), columns=columns)
+    assert found.data == {"kind": "algebra", "old": ["old"], "level": 2} and found.gold == ("1",)
+
+
+def test_a_source_that_is_not_there_is_named(tmp_path, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"no table")
+    with pytest.raises(ConfigError, match=r"can't be read as Parquet"):
+        tasks_from(str(tmp_path / "rows.parquet"))
+    with pytest.raises(ConfigError, match=r"did you mean 'rows\.parquet'"):
+        tasks_from(str(tmp_path / "row.parquet"))
+    with pytest.raises(ConfigError, match="does not exist"):
+        tasks_from(str(tmp_path / "rows.jsonl"))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([GOOD])}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="no split 'trian'; did you mean 'train'"):
+        tasks_from(f"{tmp_path / 'saved'}#trian")
+
+    def offline(*_, **__):
+        raise ConnectionError("couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ConfigError, match=r"no file or folder here either.*couldn't reach the Hub"):
+        tasks_from("openai/gsm8k")
+
+
+def test_the_hub_is_asked_for_the_part_and_the_configuration(monkeypatch):
+    asked = []
+
+    def load(path, name, split):
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list([{"prompt": f"{split}", "answer": "1"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = {split: tasks_from("openai/gsm8k", split=split, name="main") for split in ("train", "dev", "test")}
+    found["test"] = tasks_from("openai/gsm8k#train[90%:]", split="test")
+    names = [("main", "train"), ("main", "validation"), ("main", "test"), (None, "train[90%:]")]
+    assert asked == [("openai/gsm8k", name, split) for name, split in names]
+    check_disjoint(found)  # the ids of two splits of one dataset differ
+    assert found["dev"][0].id == "gsm8k-dev-0"
+
+
+def test_what_looks_like_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine").mkdir()
+    assert is_hub_id("openai/gsm8k") and is_hub_id("a/b.c#train[:5]")
+    assert not any(map(is_hub_id, ("rows.jsonl", "data/rows.jsonl", "data/mine", "./data/x", "a/b/c", "gsm8k", "/a/b")))

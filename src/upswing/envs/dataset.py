@@ -1,4 +1,4 @@
-"""Tasks from JSON Lines: one row a task, checked row by row, in the order of the file.
+"""Tasks from JSON Lines, Parquet and Hugging Face datasets: one row a task, checked row by row, in their order.
 
 A row has `prompt`, `question` or `messages`; `answer`, `answers` or `gold`; optionally `id`, `tags` and `split`; every
 other column goes to `Task.data`.
@@ -6,8 +6,13 @@ other column goes to `Task.data`.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import importlib
 import json
 import math
+import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,12 @@ RESERVED = frozenset((
 """Names with a meaning inside Upswing: as a data column they would be mistaken for it."""
 
 
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
+_HUB_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
+_Row = tuple[str, str, dict[str, Any]]
+"""(where, for messages; `line 3` or `row 3`; the row)."""
+
+
 def tasks_from_jsonl(path: str | Path, *, env: str = "", split: str = "train", require_gold: bool = True) -> list[Task]:
     """The tasks of a JSONL file, in its order.
 
@@ -37,18 +48,155 @@ def tasks_from_jsonl(path: str | Path, *, env: str = "", split: str = "train", r
     file and line for anything that is wrong, and for a file without rows.
     """
     path = Path(path)
+    rows = [(f"{path}:{number}", f"line {number}", row) for number, row in read_rows(path)]
+    return _tasks(rows, path.stem, str(path), env, split, require_gold)
+
+
+def tasks_from(
+    source: str,
+    *,
+    env: str = "",
+    split: str = "train",
+    require_gold: bool = True,
+    columns: Mapping[str, str] | None = None,
+    answer_pattern: str | None = None,
+    name: str | None = None,
+) -> list[Task]:
+    """The tasks of a JSONL or Parquet file, a folder (`save_to_disk`'s, or of data files), or a dataset of the Hub.
+
+    source: a path or `owner/name`; `#part` after either of the last two names its split (Hugging Face's, slices such as
+    `#train[:90%]` included; otherwise train, validation or test). columns: what a row has to have -> the column that
+    holds it, such as {"answer": "solution"}. answer_pattern: where in an answer's text the answer is: the last match's
+    first group (or all of it). name: the configuration of a dataset on the Hub. Raises ConfigError as for JSONL.
+    """
+    rows, label, file = _rows(source, split, name)
+    rows = [(where, place, _renamed(row, columns or {}, where)) for where, place, row in rows]
+    if answer_pattern is not None:
+        pattern = re.compile(answer_pattern)
+        rows = [(where, place, _with_answer(row, pattern, where)) for where, place, row in rows]
+    return _tasks(rows, label if file else f"{label}-{split}", source, env, split, require_gold)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether it looks like `owner/name` (perhaps `#part`) and names nothing here."""
+    path = source.partition("#")[0]
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not path.endswith(SUFFIXES) and not Path(path).exists()
+
+
+def _tasks(rows: Sequence[_Row], label: str, source: str, env: str, split: str, require_gold: bool) -> list[Task]:
     tasks: list[Task] = []
-    lines: dict[str, int] = {}
-    for number, row in read_rows(path):
-        where = f"{path}:{number}"
-        task = _task(row, where, f"{path.stem}-{len(tasks)}", env, split, require_gold)
-        if task.id in lines:
-            raise ConfigError(f"{where}: id '{task.id}' was already used on line {lines[task.id]}; ids must be unique")
-        lines[task.id] = number
+    places: dict[str, str] = {}
+    for where, place, row in rows:
+        task = _task(row, where, f"{label}-{len(tasks)}", env, split, require_gold)
+        if task.id in places:
+            raise ConfigError(f"{where}: id '{task.id}' was already used on {places[task.id]}; ids must be unique")
+        places[task.id] = place
         tasks.append(task)
     if not tasks:
-        raise ConfigError(f"{path} has no rows; write one JSON object a line, such as {_EXAMPLE}")
+        raise ConfigError(f"{source} has no rows; write one JSON object a line, such as {_EXAMPLE}")
     return tasks
+
+
+def _rows(source: str, split: str, name: str | None) -> tuple[list[_Row], str, bool]:
+    """(rows, what ids start with, whether it is a JSONL file)."""
+    path_text, _, part = source.partition("#") if not Path(source).is_file() else (source, "", "")
+    path = Path(path_text)
+    if not path.is_dir() and path.suffix != ".parquet" and not is_hub_id(source):
+        return [(f"{path}:{number}", f"line {number}", row) for number, row in read_rows(path)], path.stem, True
+    if path.suffix == ".parquet" and not path.is_dir():
+        table = _parquet(path)
+    else:
+        table = _hugging_face(path_text, part or _HUB_SPLITS.get(split, split), name)
+    found = []
+    for number, row in enumerate(table, start=1):
+        where = f"{source}: row {number}"
+        found.append((where, f"row {number}", {key: _json(v, where, key) for key, v in row.items() if v is not None}))
+    return found, path.stem, False
+
+
+def _library(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ConfigError(f"this dataset needs {package}; install it with: pip install 'upswing[data]'") from None
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.parquet")] if path.parent.is_dir() else []
+        raise ConfigError(f"dataset file {path} does not exist{did_you_mean(path.name, siblings)}")
+    table = _library("pyarrow.parquet")
+    try:
+        rows: list[dict[str, Any]] = table.read_table(path).to_pylist()
+    except Exception as error:
+        raise ConfigError(f"dataset file {path} can't be read as Parquet: {_line(error)}") from None
+    return rows
+
+
+def _hugging_face(source: str, part: str, name: str | None) -> list[dict[str, Any]]:
+    """A folder's or the Hub's rows; a saved folder's parts are whole splits."""
+    datasets = _library("datasets")
+    saved = any((Path(source) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
+    try:
+        found = datasets.load_from_disk(source) if saved else datasets.load_dataset(source, name, split=part)
+    except Exception as error:
+        there = "" if Path(source).exists() else ", which is no file or folder here either,"
+        raise ConfigError(
+            f"dataset '{source}'{there} can't be loaded: {type(error).__name__}: {_line(error)}"
+        ) from None
+    if isinstance(found, Mapping):
+        if part not in found:
+            raise ConfigError(
+                f"dataset '{source}' has no split '{part}'{did_you_mean(part, found)}: {', '.join(found)}"
+            )
+        found = found[part]
+    rows: list[dict[str, Any]] = found.with_format("arrow")[:].to_pylist()
+    return rows
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _json(value: Any, where: str, column: str) -> Any:
+    """A cell as JSON has it: dates and decimals as text; a struct's empty fields, which every row of a table has, left
+    out. Raises ConfigError for bytes, NaN and the like."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(item, where, column) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_json(item, where, column) for item in value]
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
+        return str(value)
+    if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(
+            f"{where}: column '{column}' holds {value!r:.60}, which has no JSON form; leave the column out"
+        )
+    return value
+
+
+def _renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    for target, column in columns.items():
+        if column not in row:
+            near = did_you_mean(column, row)
+            raise ConfigError(f"{where}: no '{column}' (columns.{target}){near}; keys: {', '.join(row) or 'none'}")
+    rest = {key: value for key, value in row.items() if key not in columns.values()}
+    clash = next((key for key in rest if key in columns), None)
+    if clash is not None:
+        raise ConfigError(f"{where}: the row has a '{clash}' already; rename that too, as columns: {{old: {clash}}}")
+    return {**{target: row[column] for target, column in columns.items()}, **rest}
+
+
+def _with_answer(row: dict[str, Any], pattern: re.Pattern[str], where: str) -> dict[str, Any]:
+    column = _one_column(row, GOLD_COLUMNS, where)
+    if column is None:
+        return row
+    given = row[column] if isinstance(row[column], list) else [row[column]]
+    found = [list(pattern.finditer(str(text))) for text in given]
+    missing = next((text for text, matches in zip(given, found, strict=True) if not matches), None)
+    if missing is not None:
+        raise ConfigError(f"{where}: answer_pattern finds nothing in '{column}': …{str(missing)[-60:]!r}")
+    return {**row, column: [(m[-1].group(1) if pattern.groups else m[-1].group()).strip() for m in found]}
 
 
 def check_disjoint(splits: Mapping[str, Sequence[Task]]) -> None:
@@ -70,7 +218,7 @@ def check_disjoint(splits: Mapping[str, Sequence[Task]]) -> None:
 
 
 def load_tasks(source: Any, *, env: str, split: str) -> list[Task]:
-    """Tasks of one split from tasks, a JSONL path, or a mapping of splits to either (then checked to be disjoint)."""
+    """Tasks of one split from tasks, what `tasks_from` reads, or splits of either (then checked to be disjoint)."""
     if isinstance(source, Mapping):
         loaded = {name: _tasks_of(part, env, name) for name, part in source.items()}
         check_disjoint(loaded)
@@ -87,7 +235,7 @@ def load_tasks(source: Any, *, env: str, split: str) -> list[Task]:
 
 def _tasks_of(source: Any, env: str, split: str) -> list[Task]:
     if isinstance(source, str | Path):
-        return tasks_from_jsonl(source, env=env, split=split)
+        return tasks_from(str(source), env=env, split=split)
     tasks = list(source) if isinstance(source, Iterable) else [source]
     for task in tasks:
         if not isinstance(task, Task):

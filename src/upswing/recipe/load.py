@@ -60,6 +60,15 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
                 return str(candidate)
         raise ConfigError(f"{source}: {key}: {missing_file(path, folders=(Path(path).parent, folder))}")
 
+    def found_rows(source: str, key: str) -> str:
+        path, mark, part = source.partition("#")
+        there = next((one for one in (Path(path).expanduser(), folder / path) if one.exists()), None)
+        if there is not None:
+            return f"{there}{mark}{part}"
+        from upswing.envs.dataset import is_hub_id  # here, for it brings NumPy
+
+        return source if is_hub_id(source) else found(source, key)
+
     def found_spec(spec: str, key: str) -> str:
         path, _, name = spec.rpartition(":")
         return f"{found(path, key)}:{name}" if is_file_spec(spec) else spec
@@ -75,7 +84,7 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
     dataset = recipe.dataset
     if dataset is not None:
         splits = {split: getattr(dataset, split) for split in ("train", "dev", "test")}
-        paths = {split: found(path, f"dataset.{split}") for split, path in splits.items() if path is not None}
+        paths = {split: found_rows(path, f"dataset.{split}") for split, path in splits.items() if path is not None}
         dataset = dataset.model_copy(update=paths)
     stages = tuple(
         stage.model_copy(update={"file": found(stage.file, f"stages.{index}.file")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -69,14 +70,23 @@ class VerifierSection(Section):
 
 
 class DatasetSection(Section):
-    """Tasks from JSON Lines files: rows with `prompt` (or `messages`) and `answer` (or `answers`). A plain string is
-    the train file."""
+    """Tasks from rows with `prompt` (or `messages`) and `answer` (or `answers`): JSON Lines or Parquet files, folders
+    of Hugging Face's `datasets`, or datasets of its Hub (`owner/name`; `#part` names a split, such as `#train[:90%]`).
+    A plain string is the train rows."""
 
-    train: Text = Field(description="Path of the train rows.")
+    train: Text = Field(description="Where the train rows are.")
     dev: Text | None = Field(
-        default=None, description="Path of the dev rows; needed by RL's evaluation and eval stages."
+        default=None, description="Where the dev rows are; needed by RL's evaluation and eval stages."
     )
-    test: Text | None = Field(default=None, description="Path of the test rows.")
+    test: Text | None = Field(default=None, description="Where the test rows are.")
+    name: Text | None = Field(default=None, description="Configuration of a dataset of the Hub, such as gsm8k's main.")
+    columns: dict[Text, Text] = Field(
+        default_factory=dict, description="Columns under other names: {prompt: question, answer: solution}."
+    )
+    answer_pattern: Text | None = Field(
+        default=None,
+        description="Regular expression that finds the answer in its text: the last match's first group; '#### (.+)'.",
+    )
     shuffle: Bool = Field(
         default=True, description="Shuffle train rows with the seed; false: keep the order of the file."
     )
@@ -84,6 +94,15 @@ class DatasetSection(Section):
         default=True,
         description="Refuse rows without an answer; false: the environment or a verifier checks otherwise.",
     )
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as problem:
+            raise refuse("", f"got {value!r}, no regular expression ({problem})") from None
+        return value
 
 
 class EngineSection(Section):

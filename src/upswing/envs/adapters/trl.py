@@ -1,0 +1,248 @@
+"""TRL's reward functions as a verifier, and what its `environment_factory` makes as an environment.
+
+Called as TRL 1.16's GRPOTrainer calls them, with lists of one: `prompts`, `completions`, every column of the row,
+`log_metric`, `log_extra` and, for an environment, `environments`. None is no score; the scores are added by weight.
+`completion_ids` and `trainer_state` don't exist here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from upswing.envs.base import AssistantMessage, Observation
+from upswing.envs.tool_env import ToolEnv
+from upswing.errors import ConfigError, EnvironmentBroken
+from upswing.trajectory.types import Message, Score, Task, ToolRecord
+from upswing.verify.base import Episode
+from upswing.verify.deadline import call_with_deadline
+
+FORMATS = ("conversational", "standard")
+_MISSING = ("completion_ids", "trainer_state")
+_NO_LIMIT_S = 86_400.0
+"""The time limits of scoring and of the environment hold outside."""
+_idle: dict[str, list[Any]] = {}
+"""Environments whose episode is over, by factory: TRL makes one once and resets it often."""
+
+
+class Rewards:
+    """Functions with their weights: what both classes below score with."""
+
+    def __init__(self, functions: Any, weights: Sequence[float] | None, format: str, gold: str) -> None:
+        given = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
+        self.functions = {_label(one): _load(one, "trl reward function") for one in given}
+        self.weights = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
+        self.format, self.gold = format, gold
+        if len(self.functions) < len(given) or len(self.weights) != len(given):
+            raise ConfigError(f"trl: {len(given)} reward functions need different names and as many weights")
+        if not all(map(math.isfinite, self.weights)):
+            raise ConfigError(f"trl: weights must be finite numbers, got {self.weights}")
+        if format not in FORMATS:
+            raise ConfigError(f"trl: format is {format!r}; allowed: {', '.join(FORMATS)}")
+        for name, function in self.functions.items():
+            wanted = inspect.signature(function).parameters.values()
+            for parameter in wanted:
+                if parameter.name in _MISSING and parameter.default is parameter.empty:
+                    raise ConfigError(
+                        f"trl reward function '{name}' asks for {parameter.name}, which Upswing hasn't got"
+                    )
+
+    def row(self, task: Task) -> dict[str, Any]:
+        """The row of the dataset: its other columns, and the accepted answer under the name that `gold` says."""
+        return {**({self.gold: task.gold[0]} if task.gold else {}), **task.data}
+
+    async def score(
+        self,
+        task: Task,
+        messages: Sequence[Message],
+        num_turns: int,
+        records: Sequence[ToolRecord],
+        extra: Mapping[str, Any],
+    ) -> Score:
+        """The weighted sum of the functions that scored, each a component; None when none did, as TRL's NaN."""
+        prompt, completion = conversation(messages, num_turns, records)
+        if self.format == "standard":
+            said = [message["content"] for message in completion if message["role"] == "assistant"]
+            prompt, completion = prompt[-1]["content"] if prompt else "", "".join(said)
+        found: dict[str, float | None] = {}
+        given = {
+            "prompts": [prompt],
+            "completions": [completion],
+            **{name: [value] for name, value in self.row(task).items()},
+            "log_metric": lambda name, value: found.__setitem__(name, float(value)),
+            "log_extra": lambda column, values: None,
+            **extra,
+        }
+        total, judged = 0.0, False
+        for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
+            values = await call_with_deadline(function, accepted(function, given), _NO_LIMIT_S)
+            if not isinstance(values, Sequence) or len(values) != 1:
+                raise ValueError(f"'{name}' must return a list with one reward for one completion, got {values!r:.80}")
+            value = None if values[0] is None else float(values[0])
+            found[name] = value = None if value is None or math.isnan(value) else value
+            if value is not None:
+                total, judged = total + weight * value, True
+        return Score(value=total if judged else None, components=found, reason="" if judged else "no function scored")
+
+
+class Reward:
+    """A verifier. `function`: one or several, as import paths (`my.py:reward`); `weights`, one each, by default 1.
+
+    `format`: `conversational` (lists of messages, as TRL gives for a chat prompt) or `standard` (plain text). `gold`:
+    the column that the accepted answer has for the functions, such as `solution`.
+    """
+
+    def __init__(
+        self,
+        *,
+        function: Any,
+        weights: Sequence[float] | None = None,
+        format: str = "conversational",
+        gold: str = "answer",
+    ) -> None:
+        self.rewards = Rewards(function, weights, format, gold)
+        if not self.rewards.functions:
+            raise ConfigError("trl: function is empty; name at least one")
+
+    async def __call__(self, episode: Episode) -> Score:
+        """Raises what a function raised, so that the episode isn't scored."""
+        e = episode
+        return await self.rewards.score(e.task, e.messages, e.num_turns, e.tool_records, {})
+
+
+class Trl(ToolEnv):
+    """Plays what TRL's `environment_factory` makes: `reset(**row)`, whose text follows the prompt, public methods as
+    tools, `get_reward()` if it has one. Tasks come from the recipe's dataset.
+
+    `factory`: import path of the class (or function); `rewards`: reward functions that also get `environments`. The
+    reward comes with the last step (verifier `env_reward`); the state holds each function's.
+    """
+
+    name = "trl"
+    in_order = True
+
+    def __init__(
+        self,
+        *,
+        factory: Any,
+        rewards: Any = (),
+        weights: Sequence[float] | None = None,
+        gold: str = "answer",
+        protocol: str | None = None,
+        max_turns: int | None = None,
+        system: str | None = None,
+        tools_in_system: bool | None = None,
+        tool_timeout_s: float | None = None,
+    ) -> None:
+        self.rewards = Rewards(rewards, weights, "conversational", gold)
+        self._key, make = str(factory), _load(factory, "trl environment")
+        try:
+            self.instance = _idle.setdefault(self._key, []).pop()
+        except IndexError:
+            self.instance = make()
+        methods = dict(inspect.getmembers(type(self.instance), inspect.isfunction))
+        if "reset" not in methods:
+            raise ConfigError(f"trl environment '{_label(factory)}' has no method reset")
+        self.own_reward = "get_reward" in methods
+        if not self.own_reward and not self.rewards.functions:
+            raise ConfigError(f"trl environment '{_label(factory)}' has no get_reward; give rewards: [my.py:reward]")
+        super().__init__(
+            tools=[getattr(self.instance, n) for n in methods if n not in ("reset", "get_reward") and n[0] != "_"],
+            protocol=protocol,
+            max_turns=max_turns,
+            system=system,
+            tools_in_system=tools_in_system,
+            tool_timeout_s=tool_timeout_s,
+        )
+        self._score: Score | None = None
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self._task, self._score, self._records = task, None, list[ToolRecord]()
+        row = {"prompt": [as_dict(message) for message in task.messages], **self.rewards.row(task)}
+        said = await call_with_deadline(self.instance.reset, accepted(self.instance.reset, row), _NO_LIMIT_S)
+        if not isinstance(said, str | None):
+            raise EnvironmentBroken(f"{self._key}: reset returned {type(said).__name__}; allowed: text or None")
+        *before, last = task.messages
+        opening = (*before, replace(last, content=last.content + (said or "")))
+        seen = await super().reset(replace(task, messages=opening), seed)
+        self._said = list(seen.messages)
+        return seen
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        seen = await super().step(message)
+        self._said.append(Message(role="assistant", content=message.content))
+        self._said += [Message(role="tool", content=r.result, name=r.call.name or None) for r in seen.tool_records]
+        self._records += seen.tool_records
+        if not seen.done:
+            return seen
+        self._score = await self._judged()
+        return replace(seen, reward=self._score.value or 0.0)
+
+    async def _judged(self) -> Score:
+        extra = {"environments": [self.instance]}
+        score = await self.rewards.score(self._task, self._said, self._turns, self._records, extra)
+        if not self.own_reward:
+            return score
+        value = await call_with_deadline(self.instance.get_reward, {}, _NO_LIMIT_S)
+        own = None if value is None or math.isnan(float(value)) else float(value)
+        parts = {**score.components, type(self.instance).__name__: own}
+        known = [part for part in (score.value, own) if part is not None]
+        return Score(value=sum(known) if known else None, components=parts)
+
+    def state(self) -> Mapping[str, Any]:
+        """The counts of calls, `rewards` by function, and whether there is a reward: `scored`."""
+        score = self._score or Score(value=None)
+        return {**super().state(), "rewards": dict(score.components), "scored": score.value is not None}
+
+    def close(self) -> None:
+        if self._score is not None:
+            _idle[self._key].append(self.instance)
+
+
+def conversation(messages: Sequence[Message], num_turns: int, records: Sequence[ToolRecord]) -> tuple[Any, Any]:
+    """(prompt, completion) in TRL's conversational format: the completion starts with the agent's first turn, and a
+    turn's calls that could be read are its `tool_calls`; the content stays what the agent wrote."""
+    spoken = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    start = spoken[-num_turns] if 0 < num_turns <= len(spoken) else (spoken or [len(messages)])[0]
+    if not num_turns:
+        start = len(messages)
+    turns = {i: turn for turn, i in enumerate(i for i in spoken if i >= start)}
+    made = [as_dict(message) for message in messages]
+    for i, turn in turns.items():
+        calls = [record.call for record in records if record.turn == turn and record.call.name]
+        if calls:
+            made[i]["tool_calls"] = [
+                {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls
+            ]
+    return made[:start], made[start:]
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    named = {"name": message.name} if message.name else {}
+    return {"role": message.role, **named, "content": message.content}
+
+
+def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _label(given: Any) -> str:
+    return given.rpartition(":")[2] if isinstance(given, str) else str(getattr(given, "__name__", type(given).__name__))
+
+
+def _load(given: Any, kind: str) -> Callable[..., Any]:
+    found = given
+    if isinstance(given, str):
+        from upswing.plugins import load_object
+
+        found = load_object(given, kind, {})
+    if not callable(found):
+        raise ConfigError(f"{kind} {given!r} can't be called")
+    return found  # type: ignore[no-any-return]
