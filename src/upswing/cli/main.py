@@ -1,4 +1,4 @@
-"""The command line, one file a verb: `run`, `eval`, `play`, `audit`, `report`, `rescore`, `algorithms`.
+"""The command line, one file a verb: `run`, `eval`, `play`, `audit`, `report`, `rescore`, `algorithms`, `tools`.
 
 Heavy imports wait for a verb."""
 
@@ -15,6 +15,7 @@ from upswing.cli.play import play_command
 from upswing.cli.report import report_command
 from upswing.cli.rescore import rescore_command
 from upswing.cli.run import run_command
+from upswing.cli.tools import tools_app
 
 app = typer.Typer(
     name="upswing",
@@ -32,6 +33,7 @@ app.command("audit")(audit_command)
 app.command("report")(report_command)
 app.command("rescore")(rescore_command)
 app.command("algorithms")(algorithms_command)
+app.add_typer(tools_app, name="tools")
 
 
 def _version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.dataset import load_tasks
@@ -15,6 +15,9 @@ from upswing.envs.parsing import CallParser, ParsedTurn, neutralize
 from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
+
+if TYPE_CHECKING:
+    from upswing.envs.mcp import McpTools
 
 PROTOCOLS = ("hermes", "tags", "llama3_json", "qwen_coder_xml", "python")
 _NOT_IN_TEMPLATES = ("tags", "python")
@@ -38,6 +41,8 @@ class ToolEnv(Environment):
     name = "tool"
     tools: Sequence[Callable[..., Any] | Tool | str] = ()
     """Functions, Tools or import paths of functions (`my_pkg.tools:search`)."""
+    mcp: Sequence[Mapping[str, Any]] = ()
+    """MCP servers whose tools the agent may call too; see `upswing.envs.mcp`."""
     max_turns: int = 6
     """Turns that the agent may take, the answer included."""
     protocol: str = "hermes"
@@ -58,6 +63,7 @@ class ToolEnv(Environment):
         self,
         tools: Sequence[Callable[..., Any] | Tool | str] | None = None,
         *,
+        mcp: Sequence[Mapping[str, Any]] | None = None,
         max_turns: int | None = None,
         protocol: str | None = None,
         system: str | None = None,
@@ -73,13 +79,20 @@ class ToolEnv(Environment):
             setattr(self, "source" if option == "tasks" else option, value)
         self._check_options()
         self._tools: dict[str, Tool] = {}
-        for tool in (Tool.from_function(_function(each), timeout_s=self.tool_timeout_s) for each in self.tools):
+        own = [Tool.from_function(_function(each), timeout_s=self.tool_timeout_s) for each in self.tools]
+        self._mcp = self._mcp_tools()
+        for tool in [*own, *(tool for server in self._mcp for tool in server.tools)]:
             if tool.name in self._tools:
-                raise ConfigError(f"{type(self).__name__}: two tools are called '{tool.name}'; rename one")
+                how = "rename one" + (" (of an MCP server: exclude it, or set a prefix)" if self._mcp else "")
+                raise ConfigError(f"{type(self).__name__}: two tools are called '{tool.name}'; {how}")
             self._tools[tool.name] = tool
         self.parser = self._make_parser()
         self._turns = self._invalid_in_row = 0
         self._counts = {"tool_calls": 0, "invalid_calls": 0, "tool_errors": 0, "tool_retries": 0}
+
+    def close(self) -> Any:
+        """End the MCP servers that are this trajectory's own (a coroutine, where there are MCP servers)."""
+        return self._close_mcp() if self._mcp else None
 
     def is_done(self) -> bool:
         """Override to end the episode (ENV_DONE) after a turn's calls, whatever the agent says."""
@@ -228,6 +241,19 @@ class ToolEnv(Environment):
             raise ConfigError(f"{label}: system must be text, got {self.system!r}")
         if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
             raise ConfigError(f"{label}: tools must be a list of functions, got {type(self.tools).__name__}")
+        if isinstance(self.mcp, str) or not isinstance(self.mcp, Sequence):
+            raise ConfigError(f"{label}: mcp must be a list of servers, got {type(self.mcp).__name__}")
+
+    def _mcp_tools(self) -> tuple[McpTools, ...]:
+        if not self.mcp:
+            return ()
+        from upswing.envs.mcp import McpTools
+
+        return tuple(McpTools(each, f"mcp[{n}]", self.tool_timeout_s) for n, each in enumerate(self.mcp))
+
+    async def _close_mcp(self) -> None:
+        for server in self._mcp:
+            await server.close()
 
     def _make_parser(self) -> CallParser:
         tools = self._tools

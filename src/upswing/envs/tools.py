@@ -28,8 +28,8 @@ from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 
 DEFAULT_TIMEOUT_S = 30.0
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_MAX_ERROR_CHARS = 500
+TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+MAX_ERROR_CHARS = 500
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 """The pause before the first retry, doubled for each further one, and its longest."""
 _CACHED_RESULTS = 10_000
@@ -147,7 +147,7 @@ class Tool:
             raise ConfigError(f"a tool must be a function, got {type(f).__name__} {f!r}")
         target = f.func if isinstance(f, functools.partial) else f
         called = name or str(getattr(target, "__name__", type(target).__name__))
-        if not _NAME.fullmatch(called):
+        if not TOOL_NAME.fullmatch(called):
             raise ConfigError(f"tool name {called!r} is not allowed: use letters, digits, _ and - (pass name=…)")
         options: ToolOptions = getattr(target, _OPTIONS, ToolOptions())
         default_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
@@ -234,11 +234,11 @@ class Tool:
             return result if isinstance(result, str) else dump_result(result)
         except DeadlineExceeded as error:
             raise ToolFailed(f"Error: timeout: '{self.name}' took longer than {self.timeout_s:g} s ({error})") from None
-        except (EnvironmentBroken, KeyboardInterrupt):
+        except (EnvironmentBroken, ToolFailed, KeyboardInterrupt):
             raise
         except (Exception, SystemExit, GeneratorExit) as error:
             text = f"Error: {type(error).__name__}: {error}" if str(error) else f"Error: {type(error).__name__}"
-            raise ToolFailed(text[:_MAX_ERROR_CHARS]) from error
+            raise ToolFailed(text[:MAX_ERROR_CHARS]) from error
 
 
 def dump_result(result: Any) -> str:
@@ -286,7 +286,7 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         schema = adapter.json_schema()
-        schema = _simplify(schema, schema.pop("$defs", {}), ())
+        schema = simplify_schema(schema, schema.pop("$defs", {}), ())
     except Exception as error:
         raise ConfigError(
             f"tool '{tool}': parameter '{parameter.name}' has type {hint!r}, which has no JSON schema "
@@ -300,30 +300,36 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str
             schema["default"] = json.loads(dump_result(parameter.default))
         except Exception:
             schema.pop("default", None)  # no JSON form: the agent just leaves it out
-    text = schema.get("type") == "string" or any(s.get("type") == "string" for s in schema.get("anyOf", ()))
-    return Parameter(name=parameter.name, adapter=adapter, schema=schema, required=required, is_text=text)
+    is_text = takes_text(schema)
+    return Parameter(name=parameter.name, adapter=adapter, schema=schema, required=required, is_text=is_text)
 
 
-def _simplify(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+def takes_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a parameter of this schema takes a string."""
+    kinds = [each.get("type") for each in (schema, *schema.get("anyOf", ())) if isinstance(each, Mapping)]
+    return any("string" in kind if isinstance(kind, list) else kind == "string" for kind in kinds)
+
+
+def simplify_schema(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
     """References put in place and titles dropped: small models read the schema, so it has to be short."""
     if isinstance(node, list):
-        return [_simplify(item, definitions, inside) for item in node]
+        return [simplify_schema(item, definitions, inside) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        key = str(node["$ref"]).removeprefix("#/$defs/")
+        key = re.sub(r"^#/(\$defs|definitions)/", "", str(node["$ref"]))
         if key in inside:
             raise RecursionError(f"{key} holds itself")
         rest = {k: v for k, v in node.items() if k != "$ref"}
-        return _simplify({**definitions[key], **rest}, definitions, (*inside, key))
+        return simplify_schema({**definitions[key], **rest}, definitions, (*inside, key))
     simple: dict[str, Any] = {}
     for name, value in node.items():
         if name == "properties":
-            simple[name] = {k: _simplify(v, definitions, inside) for k, v in value.items()}
+            simple[name] = {k: simplify_schema(v, definitions, inside) for k, v in value.items()}
         elif name in ("enum", "default", "const"):
             simple[name] = value
         elif name != "title":
-            simple[name] = _simplify(value, definitions, inside)
+            simple[name] = simplify_schema(value, definitions, inside)
     return simple
 
 
