@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from upswing.audit import AuditReport, audit
 from upswing.cli.main import app
 from upswing.envs import ToolEnv, environment_factory
-from upswing.trajectory.types import Message, Task
+from upswing.trajectory.types import Message, Task, ToolCall
 from upswing.verify import Rubric, verifier_from
 from upswing.verify.penalties import LengthPenalty
 from upswing.world import World
@@ -152,6 +152,68 @@ def test_what_breaks_or_can_not_be_attacked_is_told_and_ends_nothing():
     assert "LIMA" not in report.untested
 
 
+PROGRAM = "```python\ndef solve(x):\n    return x[::-1]\n```"
+
+
+class Coding(ToolEnv):
+    def expert(self, task, rng):
+        return lambda messages: PROGRAM
+
+
+def exits_with_0(answer):
+    """Runs the program with its tests behind it, and believes the exit code."""
+    program = (answer or "").removeprefix("```python\n").removesuffix("```")
+    tests = "\nassert solve([1, 2]) == [2, 1]\nassert solve('ab') == 'ba'"
+    try:
+        done = subprocess.run([sys.executable, "-c", program + tests], capture_output=True, timeout=1, check=False)
+    except subprocess.TimeoutExpired:
+        return 0.0
+    return float(bool(program) and done.returncode == 0)
+
+
+def prints_ok(answer):
+    """Believes what is printed."""
+    return "def solve(x)" in (answer or "") or "print('ok')" in (answer or "")
+
+
+def test_programs_are_attacked():
+    task = replace(asked("")[0], data={"tests": [{"input": "ab", "output": "ba"}, {"input": "cd", "output": "dc"}]})
+    report = audited([task], exits_with_0, kind=Coding)
+    assert accepted(report) == {"as played", "exits with 0", "patches the checker"} and report.false_reject == 0
+    tried = {v.attack.name for v in report.verdicts if v.attack.wanted == "refused"}
+    assert tried >= {"does nothing", "exits with 0", "reads the tests", "sleeps", "prints what is wanted"}
+    assert accepted(audited([task], prints_ok, kind=Coding)) == {"as played", "prints what is wanted"}
+
+
+def test_calls_and_finds_are_attacked_by_other_plays():
+    plans = [[("note", {"text": f"{who} {i}"}) for i in range(2)] for who in ("Mira", "Kofi")]
+    calls = [[{"name": name, "arguments": given} for name, given in plan] for plan in plans]
+    tasks = [replace(asked(f"{i}")[0], gold=(), data={"calls": one, "plan": plans[i]}) for i, one in enumerate(calls)]
+
+    class Notes(ToolEnv):
+        def __init__(self, **args):
+            super().__init__(tools=[note], **args)
+
+        def expert(self, task, rng):
+            turns = iter(self.parser.render([ToolCall(name=n, arguments=a)]) for n, a in task.data["plan"])
+            return lambda messages: next(turns, "done")
+
+    for check, found in (("tool_calls", set()), (noted, {"another play", "a turn left out"})):
+        report = audited(tasks, check, kind=Notes)
+        tried = {v.attack.name for v in report.verdicts if v.attack.wanted == "refused"}
+        assert {"another play", "a turn left out", "idle"} <= tried, report.untested
+        assert {v.attack.name for v in report.verdicts if v.accepted and v.attack.wanted == "refused"} == found
+
+
+def note(text: str) -> str:
+    """Note something."""
+    return "ok"
+
+
+def noted(tool_records):
+    return any(record.call.name == "note" for record in tool_records)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -223,3 +285,19 @@ def test_the_command_refuses_what_cannot_be_attacked(tmp_path: Path):
     (tmp_path / "r.yaml").write_text(RECIPE % "{name: regex, args: {pattern: nothing}}")
     result = CliRunner().invoke(app, ["audit", str(tmp_path / "r.yaml"), "--tasks", "2"])
     assert result.exit_code == 2 and "no task's right play is accepted" in result.stderr
+
+
+def test_the_command_says_what_is_missing_when_nothing_can_be_refused(tmp_path: Path):
+    """Tasks without an accepted answer, a wanted state or calls, which are won in one turn."""
+    (tmp_path / "env.py").write_text(
+        "from upswing.envs import ToolEnv\nfrom upswing.trajectory.types import Message, Task\n"
+        "class Env(ToolEnv):\n    def tasks(self, split, seed=0):\n"
+        "        yield Task(id='t', messages=(Message(role='user', content='Say yes.'),))\n"
+        "    def expert(self, task, rng):\n        return lambda messages: 'yes'\n"
+        "def polite(answer):\n    return answer == 'yes'\n"
+    )
+    recipe = RECIPE.replace("{name: geo_search, args: {kinds: [one_hop]}}", f"{tmp_path}/env.py:Env")
+    (tmp_path / "r.yaml").write_text(recipe % f"{tmp_path}/env.py:polite")
+    result = CliRunner().invoke(app, ["audit", str(tmp_path / "r.yaml"), "--tasks", "1"])
+    assert result.exit_code == 2 and "nothing could be tried that must be refused" in result.stderr, result.output
+    assert "nan" not in result.stdout and "final_state" in result.stderr

@@ -1,11 +1,15 @@
 """What an agent did: calls, evidence, state, cost. ToolRL's values are worked out by hand from its paper's formula."""
 
+import itertools
+import random
+
 import pytest
 
 from upswing.errors import ConfigError
 from upswing.evals.summary import summarize
 from upswing.trajectory.types import Message, Outcome, Score, StopReason, Task, ToolCall, ToolRecord, Trajectory
 from upswing.verify import verifier_from
+from upswing.verify.actions import best_matching
 
 
 def record(name, arguments, result="", ok=True):
@@ -18,6 +22,7 @@ async def judged(name, args, episode):
 
 F = [{"name": "f", "arguments": {"a": 1, "b": 2}}]
 FG = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
+NESTED = [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1, "b": 2}}]
 TWICE = [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1, "b": 2}}]
 
 
@@ -41,6 +46,8 @@ TWICE = [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 
         (FG, [("f", {"a": 1})], 6 * (1 / 2 + 2) / 4 - 3),
         (FG, [("g", {"x": 1}), ("f", {"a": 2})], 6 * (1 + 1 + 0) / 4 - 3),
         (TWICE, [("f", {"a": 1, "b": 2}), ("f", {"a": 1})], 3.0),
+        # the first one wanted would take the first one made, 1.5 + 0.5; the best is 1 + 3 of 1 + 2 + 3
+        (NESTED, [("f", {"a": 1, "b": 2}), ("f", {"a": 9})], 6 * (1 + 1 + 3) / 6 - 3),
         ([], [], 3.0),
         ([], [("f", {})], -3.0),
     ],
@@ -55,6 +62,27 @@ async def test_toolrl(episode, wanted, made, reward):
     scaled = {"low": 0.0, "high": 1.0}
     share = await judged("tool_calls", scaled, episode(data={"calls": wanted}, tool_records=records))
     assert share == pytest.approx((reward + 3) / 6)
+
+
+def test_calls_are_matched_for_the_highest_total():
+    """Against every way to match them; as few and as many as the other side, ties and zeros included."""
+    rng = random.Random(0)
+    for _ in range(300):
+        rows, columns = rng.randint(0, 5), rng.randint(0, 5)
+        worth = [[rng.choice([0.0, 0.5, 1.0, rng.random() * 3]) for _ in range(columns)] for _ in range(rows)]
+        padded = [[*row, *[0.0] * rows] for row in worth]
+        ways = itertools.permutations(range(columns + rows), rows)
+        best = max(sum(row[i] for row, i in zip(padded, way, strict=True)) for way in ways)
+        assert best_matching(worth) == pytest.approx(best)
+
+
+async def test_many_calls_are_matched_in_no_time(episode):
+    wanted = [{"name": "f", "arguments": {"n": n}} for n in range(40)]
+    records = tuple(record("f", {"n": n}) for n in reversed(range(400)))
+    exact = {"partial": False}
+    assert await judged("tool_calls", exact, episode(data={"calls": wanted}, tool_records=records[-40:])) == 1
+    share = await judged("tool_calls", {"low": 0, "high": 1}, episode(data={"calls": wanted}, tool_records=records))
+    assert share == pytest.approx((40 / 400 + 80) / 81)
 
 
 @pytest.mark.parametrize(

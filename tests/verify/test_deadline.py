@@ -9,7 +9,7 @@ import time
 import pytest
 
 from upswing.verify import deadline
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, off_the_clock
 
 
 async def forever():
@@ -100,6 +100,63 @@ async def test_waiting_for_a_thread_takes_nothing_off_a_calls_own_time(monkeypat
         time.sleep(0.1)
 
     await asyncio.gather(*(call_with_deadline(slow, {}, 0.3) for _ in range(12)))
+
+
+async def test_waiting_takes_nothing_off_the_calls_around_it_either(monkeypatch):
+    """As a rubric's time, in which its verifiers wait for a thread behind those of other trajectories."""
+    monkeypatch.setattr(deadline, "MAX_PER_FUNCTION", 1)
+
+    def check():
+        time.sleep(0.1)
+
+    async def score(checks=1):
+        await asyncio.gather(*(call_with_deadline(check, {}, 0.3) for _ in range(checks)))
+
+    await asyncio.gather(*(call_with_deadline(score, {}, 0.3) for _ in range(10)))
+    with pytest.raises(DeadlineExceeded):  # its own work counts, also when others waited before
+        await asyncio.gather(*(call_with_deadline(slow_after_a_wait, {}, 0.2) for _ in range(3)))
+
+
+async def slow_after_a_wait():
+    with off_the_clock(), off_the_clock():
+        await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)
+
+
+async def test_off_the_clock_is_not_for_ever():
+    started = time.perf_counter()
+    with pytest.raises(DeadlineExceeded):
+        await call_with_deadline(slow_after_a_wait, {}, 0.2)
+    assert 0.5 <= time.perf_counter() - started < 0.6
+    with off_the_clock():  # without a call around it, nothing
+        pass
+
+
+class Bye(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_what_nobody_would_catch_ends_the_call_and_not_the_run(kind):
+    async def later():
+        raise Bye("now")
+
+    def now():
+        raise Bye("now")
+
+    with pytest.raises(RuntimeError, match="it raised Bye: now"):
+        await call_with_deadline(later if kind == "async" else now, {}, 1)
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_coroutine_that_comes_too_late_is_closed():
+    def late():
+        time.sleep(0.2)
+        return forever()
+
+    with pytest.raises(DeadlineExceeded):
+        await call_with_deadline(late, {}, 0.05)
+    await asyncio.sleep(0.3)
 
 
 async def test_async_calls_need_no_thread_and_are_not_bounded(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,11 @@ def audit_command(
     for task, why in list(report.untested.items())[:show]:
         log.warn(f"task '{task}' could not be attacked{'' if task not in attacked else ' in all ways'}: {why}")
     accept, reject = report.false_accept, report.false_reject
+    if math.isnan(accept):
+        raise ConfigError(
+            "nothing could be tried that must be refused: the tasks have no accepted answer and no program as answer, "
+            "their data no final_state, calls or evidence, and they are done in one turn; give them one of these"
+        )
     log.note(f"{len(found)} tasks, {len(report.untested)} not or not fully tested")
     log.note(f"{accept:.2%} of wrong answers accepted, {reject:.2%} of right ones refused")
     if not (accept <= max_false_accept and reject <= max_false_reject):

@@ -23,9 +23,10 @@ class ToolCalls:
     """The calls made against `data['calls']`, a list of {name, arguments, defaults}, in any order.
 
     With `partial`, ToolRL's correctness reward (arXiv 2504.13958), from `low` to `high`: the overlap of names, and for
-    each accepted call the best one made under its name: overlap of parameter names plus the number of right values.
-    Without, 1 for exactly these calls, else 0. `defaults` are what parameters are when left out. Values as JSON: 1 is
-    1.0, true is not 1. A turn whose calls could not be read gets the lowest score.
+    each accepted call the one made under its name that it is matched with, so that the total is the highest: overlap of
+    parameter names plus the number of right values. Without, 1 for exactly these calls, else 0. `defaults` are what
+    parameters are when left out. Values as JSON: 1 is 1.0, true is not 1. A turn whose calls could not be read gets the
+    lowest score.
     """
 
     partial: bool = True
@@ -56,22 +57,48 @@ class ToolCalls:
 
 def _call_share(wanted: Sequence[Mapping[str, Any]], made: Sequence[tuple[str, Mapping[str, Any]]]) -> float:
     """In [0, 1]; 1 only when the calls are the same."""
-    got = _overlap([call["name"] for call in wanted], [name for name, _ in made])
-    possible, left = 1.0, list(made)
-    for call in wanted:
-        arguments, defaults = call.get("arguments") or {}, call.get("defaults") or {}
-        possible += 1 + len(arguments)
-        best, at = 0.0, None
-        for index, (name, given) in enumerate(left):
-            said = _with_defaults(given, arguments, defaults)
-            right = sum(same_value(said.get(key, _MISSING), value) for key, value in arguments.items())
-            score = _overlap(list(arguments), list(said)) + right
-            if name == call["name"] and score > best:
-                best, at = score, index
-        if at is not None:
-            got += best
-            left.pop(at)
-    return got / possible
+    names = _overlap([call["name"] for call in wanted], [name for name, _ in made])
+    most = 1 + sum(1 + len(call.get("arguments") or {}) for call in wanted)
+    return (names + best_matching([[_call_score(call, *one) for one in made] for call in wanted])) / most
+
+
+def _call_score(wanted: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> float:
+    """What a call is worth for a wanted one: overlap of parameter names plus the number of right values."""
+    if name != wanted["name"]:
+        return 0.0
+    arguments = wanted.get("arguments") or {}
+    said = _with_defaults(given, arguments, wanted.get("defaults") or {})
+    right = sum(same_value(said.get(key, _MISSING), value) for key, value in arguments.items())
+    return _overlap(list(arguments), list(said)) + right
+
+
+def best_matching(worth: Sequence[Sequence[float]]) -> float:
+    """The largest sum of entries, none below 0, of which no two share a row or a column.
+
+    The Hungarian method: row by row, the cheapest augmenting path (Dijkstra's, under prices that no entry exceeds).
+    """
+    rows = [[*row, *[0.0] * len(worth)] for row in worth]  # free columns: a row may go without
+    columns = range(len(rows[0]) if rows else 0)
+    row_price, price, row_of = [max(row) for row in rows], [0.0] * len(columns), dict[int, int]()
+    for start in range(len(rows)):
+        cost, before, left = [math.inf] * len(columns), [-1] * len(columns), set(columns)
+        at, spent, row = -1, 0.0, start
+        while row >= 0:
+            for column in left:
+                reached = spent + row_price[row] + price[column] - rows[row][column]
+                if reached < cost[column]:
+                    cost[column], before[column] = reached, at
+            at = min(left, key=cost.__getitem__)
+            left.remove(at)
+            spent, row = cost[at], row_of.get(at, -1)
+        row_price[start] -= spent
+        for column in set(columns) - left - {at}:
+            price[column] += spent - cost[column]
+            row_price[row_of[column]] -= spent - cost[column]
+        while at >= 0:
+            row_of[at] = row_of[before[at]] if before[at] >= 0 else start
+            at = before[at]
+    return sum(rows[row][column] for column, row in row_of.items())
 
 
 def _with_defaults(said: Mapping[str, Any], wanted: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A plain function runs in a daemon thread, so it never blocks the event loop. On a timeout the thread is asked to stop
 (an exception is raised in it, which ends a Python loop); one that sleeps in C can't be ended, so the number of threads
-of one function is bounded instead. Further calls wait for a free one, which takes nothing off their own time; only
-when none comes free for as long as a call may take are they given up.
+of one function is bounded instead. Further calls wait for a free one, which takes nothing off their own time or that
+of whoever waits for them (`off_the_clock`); only when none comes free for as long as a call may take are they given up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any
 
 from upswing.errors import EnvironmentBroken
@@ -35,6 +35,39 @@ class DeadlineExceeded(Exception):
 
 class _Stop(BaseException):
     """Raised inside an abandoned thread to end it."""
+
+
+class _Clock:
+    """How long an async call has been worked on, in seconds. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._since, self._before, self._stops = self._now(), 0.0, 0
+
+    def worked(self) -> float:
+        return self._before + (0.0 if self._stops else self._now() - self._since)
+
+    def stop(self) -> None:
+        self._before, self._stops = self.worked(), self._stops + 1
+
+    def go_on(self) -> None:
+        self._since, self._stops = self._now(), self._stops - 1
+
+
+_clocks: contextvars.ContextVar[tuple[_Clock, ...]] = contextvars.ContextVar("upswing_clocks", default=())
+
+
+@contextlib.contextmanager
+def off_the_clock() -> Iterator[None]:
+    """What is awaited inside (a free worker, say) takes no time off the async calls with a deadline around it."""
+    clocks = _clocks.get()
+    for clock in clocks:
+        clock.stop()
+    try:
+        yield
+    finally:
+        for clock in clocks:
+            clock.go_on()
 
 
 class _Slots:
@@ -91,12 +124,13 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     """`function(**kwargs)`, awaited when async.
 
     Raises DeadlineExceeded after `timeout_s` seconds, whatever the function raises, and RuntimeError when it cancels
-    itself. Cancelling the caller stops the call too and is never swallowed.
+    itself or raises what isn't meant to be caught. Cancelling the caller stops the call too and is never swallowed.
     """
     if is_async(function):
         return await _run_coroutine(function(**kwargs), timeout_s)
     slots = _slots_of(function)
-    await slots.take(timeout_s)
+    with off_the_clock():
+        await slots.take(timeout_s)
     deadline = asyncio.get_running_loop().time() + timeout_s
     result = await _run_thread(function, kwargs, timeout_s, slots)
     if inspect.iscoroutine(result):  # a plain function that hands back a coroutine, such as a lambda around one
@@ -122,6 +156,8 @@ def _unwrap(result: _Result) -> Any:
     value, error = result
     if isinstance(error, asyncio.CancelledError):  # raised on, it would look like the caller being cancelled
         raise RuntimeError("it cancelled itself") from error
+    if error is not None and not isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error  # nobody would catch it
     if error is not None:
         raise error
     return value
@@ -143,8 +179,10 @@ class _Driven:
                 waited_for = inner.send(None) if error is None else inner.throw(error)
             except StopIteration as stop:
                 return stop.value, None
-            except SystemExit as exit_:  # a task that raises it would end the whole event loop
-                return None, exit_
+            except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as fatal:  # a task that raises SystemExit would end the whole event loop
+                return None, fatal
             error = None
             try:
                 yield waited_for
@@ -165,13 +203,20 @@ async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float) 
     def ended(done: asyncio.Task[Any]) -> None:
         if not done.cancelled():
             done.exception()  # retrieved, so that asyncio doesn't log what we report ourselves
+        with contextlib.suppress(RuntimeError):
+            coroutine.close()  # it may have been cancelled before it began
 
+    clock = _Clock()
+    token = _clocks.set((*_clocks.get(), clock))
     task = asyncio.ensure_future(drive())
+    _clocks.reset(token)
     task.add_done_callback(ended)
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if not done:
-            raise DeadlineExceeded("it did not return")
+        left_s = timeout_s
+        while not (await asyncio.wait({task}, timeout=left_s))[0]:
+            if clock.worked() >= timeout_s:
+                raise DeadlineExceeded("it did not return")
+            left_s = max(timeout_s - clock.worked(), 0.01)
     except BaseException:
         _end(task, driven)
         raise
@@ -208,6 +253,8 @@ async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], time
     def deliver(result: _Result) -> None:
         if not future.done():
             future.set_result(result)
+        elif inspect.iscoroutine(result[0]):
+            result[0].close()  # it came too late to be awaited
 
     def work() -> None:
         try:

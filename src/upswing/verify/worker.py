@@ -23,6 +23,8 @@ MAX_WORKERS = min(4, os.cpu_count() or 1)
 """Of one function; further calls wait."""
 MEMORY_BYTES = 2 << 30
 """Address space of one worker."""
+START_S = 120.0
+"""How long a worker may take to import its function and to warm up."""
 
 
 class Overrun(RuntimeError):
@@ -109,6 +111,7 @@ def main(function: str) -> None:
         value = error = None
         try:
             if called is None:
+                signal.setitimer(signal.ITIMER_REAL, START_S)
                 found = importlib.import_module(module)
                 getattr(found, "warm_up", lambda: None)()
                 called = getattr(found, name)
