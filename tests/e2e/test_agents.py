@@ -217,6 +217,7 @@ pathlib.Path({str(note)!r}).write_text(str(child.pid))
         ("agent.function=agents/openai_agnt.py:run", "did you mean"),
         ("agent.function=agents/openai_agent.py:solve", "asks for 'client'"),
         ("agent.protocol=xml", "agent.protocol"),
+        ("stages.1={stage: reward_model, labels: process}", "labels: got 'process'"),
     ],
 )
 def test_what_cannot_work_is_said_before_a_model_loads(change: str, words: str) -> None:

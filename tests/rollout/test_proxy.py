@@ -106,6 +106,7 @@ async def test_a_stream_tells_the_same_as_an_answer_in_one_piece(serve) -> None:
             "tool call",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools must be"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}, 3]}, "tools must be"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_in_words(serve, more, words) -> None:

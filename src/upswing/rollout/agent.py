@@ -84,8 +84,9 @@ class CommandProgram:
         self._command = tuple(command)
 
     async def run(self, task: Task, base_url: str, api_key: str, timeout_s: float) -> str | None:
-        proxied = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"]))
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL, "NO_PROXY": proxied}
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy to the internet must not get what is for this one
+            own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env={**os.environ, **own}

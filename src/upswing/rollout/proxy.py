@@ -115,10 +115,10 @@ class Proxy:
             return _refusal(refused)
         if turn is None:
             return Response(status_code=499)  # nobody reads it
-        logprobs = _token_logprobs(session, turn) if body.get("logprobs") else None
+        scored = _token_logprobs(session, turn) if body.get("logprobs") else None
         if body.get("stream"):
-            return StreamingResponse(stream(body, turn, logprobs), media_type="text/event-stream")
-        return JSONResponse(whole(body, turn, logprobs))
+            return StreamingResponse(stream(body, turn, scored), media_type="text/event-stream")
+        return JSONResponse(whole(body, turn, scored))
 
 
 class _Server(uvicorn.Server):
@@ -180,9 +180,12 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     if not isinstance(said, list) or not said:
         raise Refused("messages must be a list of at least one message")
     tools = body.get("tools") or []
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    for tool in tools if isinstance(tools, list) else [None]:
+        found = tool.get("function") if isinstance(tool, dict) else None
+        function = found if isinstance(found, dict) else {}
+        schema = function.get("parameters") or {}
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else None
+        if not isinstance(properties, dict) or not isinstance(function.get("name"), str):
             raise Refused('tools must be a list of {"type": "function", "function": {"name": …, "parameters": …}}')
     return ChatRequest(
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(said)),
@@ -252,7 +255,7 @@ def _call(value: Any, where: str) -> ToolCall:
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def whole(body: Mapping[str, Any], turn: ChatTurn, logprobs: Any) -> dict[str, Any]:
+def whole(body: Mapping[str, Any], turn: ChatTurn, scored: Any) -> dict[str, Any]:
     """The answer in one piece."""
     content = None if turn.reply.calls else turn.reply.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -260,11 +263,11 @@ def whole(body: Mapping[str, Any], turn: ChatTurn, logprobs: Any) -> dict[str, A
         message["reasoning_content"] = turn.reasoning
     if turn.reply.calls:
         message["tool_calls"] = _calls(turn)
-    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": logprobs}
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": scored}
     return {**_head(body, turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
-def stream(body: Mapping[str, Any], turn: ChatTurn, logprobs: Any) -> Iterator[str]:
+def stream(body: Mapping[str, Any], turn: ChatTurn, scored: Any) -> Iterator[str]:
     """The answer as server-sent events, as a client expects them."""
     head = _head(body, turn, "chat.completion.chunk")
 
@@ -272,8 +275,8 @@ def stream(body: Mapping[str, Any], turn: ChatTurn, logprobs: Any) -> Iterator[s
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
     def delta(finish: str | None = None, **fields: Any) -> str:
-        scored = logprobs if fields.get("content") else None
-        return event([{"index": 0, "delta": fields, "finish_reason": finish, "logprobs": scored}])
+        beside = scored if fields.get("content") else None
+        return event([{"index": 0, "delta": fields, "finish_reason": finish, "logprobs": beside}])
 
     yield delta(role="assistant", content="")
     if turn.reasoning:
