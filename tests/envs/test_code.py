@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from upswing.audit import scripted_episode
-from upswing.envs import AssistantMessage, environment_factory
+from upswing.audit import audit, scripted_episode
+from upswing.cli.main import app
+from upswing.envs import AssistantMessage, code, environment_factory
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Task
-from upswing.verify import verifier_from
+from upswing.verify import Rubric, verifier_from
 from upswing.verify.base import Episode
+from upswing.world import World
 
 
 def tasks_of(count: int, split: str = "train", seed: int = 1, **args: Any) -> list[Task]:
@@ -97,7 +102,7 @@ def test_a_careless_expert_mends_its_draft():
 
 def test_no_sequence_of_steps_is_in_two_splits():
     def shapes(split: str, seed: int = 0) -> set[str]:
-        return {"|".join(_form(code) for code in task.data["codes"]) for task in tasks_of(150, split, seed)}
+        return {"|".join(_form(code) for code in task.data["codes"]) for task in tasks_of(80, split, seed)}
 
     def _form(code: str) -> str:
         return "".join("#" if char.isdigit() else char for char in code)
@@ -106,11 +111,13 @@ def test_no_sequence_of_steps_is_in_two_splits():
     for a, b in (("train", "dev"), ("train", "test"), ("dev", "test")):
         shared = {one for one in by_split[a] & by_split[b] if '"' not in one}  # a letter isn't told from another here
         assert not shared
-    assert len(by_split["train"]) > 100
+    assert len(by_split["train"]) > 60
     assert [task.id for task in tasks_of(5)] == [task.id for task in tasks_of(5)] != [t.id for t in tasks_of(5, seed=2)]
 
 
-def test_what_the_tool_shows():
+def test_what_the_tool_shows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code, "_LIMITS", replace(code._LIMITS, wall_s=1.0))
+
     async def run(*codes: str) -> list[str]:
         env = environment_factory("code", {"max_turns": 9})()
         await env.reset(tasks_of(1)[0], 0)
@@ -129,3 +136,23 @@ def test_what_the_tool_shows():
 def test_options_are_checked(args):
     with pytest.raises(ConfigError):
         environment_factory("code", args)()
+
+
+def test_the_audit_finds_no_hole():
+    check = verifier_from("code", {"timeout_s": 0.3, "total_timeout_s": 2.0})
+    make = environment_factory("code")
+    world = World(make_env=make, rubric=Rubric([("code", check, 1.0)]), tasks=make().tasks)
+    report = asyncio.run(audit(world, tasks_of(2)))
+    # "idle" is a right program that wasn't tried before: right.
+    wrong = {v.attack.name for v in report.verdicts if v.accepted and v.attack.wanted == "refused"} - {"idle"}
+    assert not wrong and report.false_reject == 0 and not report.untested
+    tried = {verdict.attack.name for verdict in report.verdicts}
+    assert {"exits with 0", "patches the checker", "reads the tests", "sleeps"} <= tried
+
+
+@pytest.mark.parametrize(("env", "verifier"), [("code", "code"), ("shell", "state")])
+def test_a_person_can_play_it(tmp_path: Path, env: str, verifier: str):
+    stages = "stages:\n  - {stage: eval, of: [base], tasks: 4}\n"
+    (tmp_path / "r.yaml").write_text(f"name: played\nmodel: tiny\nenv: {env}\nverifiers: [{verifier}]\n{stages}")
+    result = CliRunner().invoke(app, ["play", str(tmp_path / "r.yaml")], input="/expert\n" * 4)
+    assert result.exit_code == 0 and "reward   1\n" in result.stdout, result.output

@@ -6,17 +6,19 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
 
 import pytest
 
-from upswing.audit import scripted_episode
-from upswing.envs import AssistantMessage, environment_factory
+from upswing.audit import audit, scripted_episode
+from upswing.envs import AssistantMessage, environment_factory, shell
 from upswing.trajectory.types import Task
-from upswing.verify import verifier_from
+from upswing.verify import Rubric, verifier_from
 from upswing.verify.base import Episode
+from upswing.world import World
 
 KINDS = ("rename", "move", "count", "config", "total", "link", "permissions", "extract", "sort", "clean")
 
@@ -110,7 +112,9 @@ def test_a_random_policy_fails():
     assert sum(value or 0 for value in values(random_policy)) == 0
 
 
-def test_files_stay_and_the_shell_does_not():
+def test_files_stay_and_the_shell_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shell, "_LIMITS", replace(shell._LIMITS, wall_s=1.0))
+
     async def run(*commands: str) -> list[str]:
         env = environment_factory("shell", {"max_turns": 20})()
         await env.reset(tasks()["sort"], 0)
@@ -145,3 +149,11 @@ def test_splits_are_disjoint_and_repeat():
 def test_the_start_is_not_the_end(kind: str):
     data = tasks()[kind].data
     assert data["start_state"] != data["final_state"] and data["start_state"].keys() == data["final_state"].keys()
+
+
+def test_the_audit_finds_no_hole():
+    make = environment_factory("shell")
+    world = World(make_env=make, rubric=Rubric([("state", verifier_from("state"), 1.0)]), tasks=make().tasks)
+    report = asyncio.run(audit(world, [tasks()[kind] for kind in ("rename", "link", "total", "config")]))
+    assert report.false_accept == 0 and report.false_reject == 0 and not report.untested
+    assert {"idle", "another play", "a turn left out"} <= {v.attack.name for v in report.verdicts}

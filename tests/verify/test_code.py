@@ -187,6 +187,10 @@ def test_the_shapes_of_public_data_sets():
     apps_program = "def f(x):\n    return 9 if x == 3 else x[::-1]"
     lcb = {"input_output": {"fn_name": "f", "inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[3, 1, 2]", "[0]"]}}
     solution = "class Solution:\n    def f(self, nums, k):\n        return (k, *nums)"
+    functional = {
+        "tests": json.dumps([{"input": "[1]\n2", "output": "[2, 1]", "testtype": "functional"}]),
+        "fn_name": "f",
+    }
     lines = {"input_output": {"inputs": [["1", "2"], "5\n6\n"], "outputs": [["3"], "11"]}}
     check(
         [
@@ -200,6 +204,8 @@ def test_the_shapes_of_public_data_sets():
             (solution, lcb, 1.0),
             (solution.replace("class Solution:\n    def f(self, ", "if 1:\n    def f("), lcb, 1.0),
             (solution.replace("(k, *nums)", "nums"), lcb, 0.0),
+            (solution, functional, 1.0),
+            (solution, {**functional, "fn_name": None}, None),
             ("print(int(input()) + int(input()))", lines, 1.0),
             ("print(int(input()) - int(input()))", lines, 0.0),
         ]
@@ -313,6 +319,8 @@ HOSTILE = {
     "loops": "while True: pass",
     "ignores signals": "import signal\nfor s in (1, 2, 3, 14, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
     "leaves a child": "import os, time\nif os.fork() == 0:\n    time.sleep(60)\ntime.sleep(60)",
+    "plants modules": "import json\nfor n in ('json.py', 'sitecustomize.py', 'conftest.py', 'program.py'):\n"
+    "    open(n, 'w').write('import os; os._exit(0)')\ndef f(x): return 9",
     "takes all memory": "x = [0] * 10**10\n" + RIGHT,
     "writes for ever": "while True:\n    print('x' * 10**6)",
     "recurses": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
@@ -327,7 +335,7 @@ HOSTILE = {
 @cache
 def hostile_scores() -> dict[str, Score]:
     rows = [(program, SQUARE, 0.0) for program in HOSTILE.values()]
-    return dict(zip(HOSTILE, judged(rows, timeout_s=1.0, total_timeout_s=4.0, memory_mb=256), strict=True))
+    return dict(zip(HOSTILE, judged(rows, timeout_s=0.5, total_timeout_s=2.0, memory_mb=256), strict=True))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -339,7 +347,7 @@ def test_hostile_programs_score_0_and_never_nothing(name: str):
 def test_hostile_scripts_score_0():
     names = ("exits with 0", "forges results", "sleeps", "writes for ever", "stops its parent", "reads files")
     programs = {**HOSTILE, "reads files": HOSTILE["reads files"] + "\nprint(f(1))"}
-    check([(programs[name], ECHO, 0.0) for name in names], timeout_s=1.0, total_timeout_s=4.0)
+    check([(programs[name], ECHO, 0.0) for name in names], timeout_s=0.5, total_timeout_s=2.0)
 
 
 def test_a_hostile_program_holds_nobody_up():

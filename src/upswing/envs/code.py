@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.resources import files
+from types import CodeType
 from typing import Any
 
 import yaml
@@ -142,9 +144,14 @@ def _filled(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\{[kdc]\}", lambda found: names[found[0]], text)
 
 
+@lru_cache(4096)
+def _compiled(code: str) -> CodeType:
+    return compile(code, "step", "eval")
+
+
 def _run(codes: list[str], x: Any) -> Any:
     for code in codes:
-        x = eval(code, {"x": x})
+        x = eval(_compiled(code), {"x": x})
     return x
 
 

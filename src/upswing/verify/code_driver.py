@@ -109,7 +109,7 @@ def encode(value: Any) -> Any:
         return ["d", [[encode(key), encode(item)] for key, item in dict.items(value)]]
     for tag, kind in (("l", list), ("t", tuple), ("s", set), ("z", frozenset)):
         if isinstance(value, kind):
-            return [tag, [encode(item) for item in kind.__iter__(value)]]
+            return [tag, [encode(item) for item in value]]
     raise TypeError(f"it gave an object of type {type(value).__name__}, which is no plain data")
 
 

@@ -31,7 +31,7 @@ _REFUSED = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 def plan(data: Mapping[str, Any], program: str) -> list[dict[str, Any]]:
     """The cases of a task's data. Raises ValueError for tests that are missing or can't be taken apart."""
     given = next((data[key] for key in KEYS if data.get(key) is not None), None)
-    if isinstance(given, str) and given.lstrip().startswith("{"):
+    if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
         given = json.loads(given)
     if isinstance(given, Mapping):
         return list(_listed(given, program))
@@ -43,6 +43,10 @@ def plan(data: Mapping[str, Any], program: str) -> list[dict[str, Any]]:
             case {"call": str(name), "expected": expected}:
                 call = _call(name, one.get("args") or (), one.get("kwargs") or {})
                 cases.append({"calls": [call], "accepted": [expected]})
+            case {"input": str(fed), "output": str(out), "testtype": "functional"}:
+                if not data.get("fn_name"):
+                    raise ValueError("functional tests need the task's data['fn_name']")
+                cases += _listed({"inputs": [fed], "outputs": [out], "fn_name": data["fn_name"]}, program)
             case {"input": str(fed), "output": str(out)}:
                 cases.append({"stdin": fed, "accepted": [out]})
             case _:
