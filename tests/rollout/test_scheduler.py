@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from upswing.rollout.scheduler import MAX_CANCELS, MAX_REQUEUES, Pace, Scheduler, staleness_histogram
+from upswing.rollout.scheduler import MAX_CANCELS, MAX_REQUEUES, Pace, Scheduler
 from upswing.rollout.simulate import run_virtual
 
 
@@ -181,7 +181,3 @@ def test_what_breaks_in_a_group_reaches_the_learner():
 
     with pytest.raises(ValueError, match="no such tool"):
         run_virtual(main())
-
-
-def test_staleness_is_counted_by_token():
-    assert staleness_histogram([3, 3, 5, 4], 5) == {0: 1, 1: 1, 2: 2}

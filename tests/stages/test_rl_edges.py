@@ -57,13 +57,13 @@ def killed_at_step_1(whole: Path, out: Path) -> Path:
 
 
 def test_dynamic_sampling_takes_every_task_of_the_stream_in_turn_also_after_a_kill(tmp_path: Path) -> None:
-    one = recipe({"algorithm": "dapo", "steps": 3, "tasks_per_step": 2, "group_size": 2, "save_every": 1,
+    one = recipe({"algorithm": "dapo", "steps": 3, "tasks_per_step": 2, "save_every": 1,
                   "keep_checkpoints": 3, "dynamic_sampling": 3})  # fmt: skip
     rows = run(one, tmp_path / "whole")
     stored = list(TrajectoryStore(tmp_path / "whole/trajectories").read("rl"))
     played = {s.trajectory.task.id for s in stored}
     assert played == {f"train{number}" for number in range(len(played))} and 6 < len(played) < 18
-    assert extra_of(tmp_path / "whole/checkpoints/rl/final")["batches"] == len(played) // 2
+    assert extra_of(tmp_path / "whole/checkpoints/rl/final")["scheduler"] == {"next": len(played), "open": []}
     out = killed_at_step_1(tmp_path / "whole", tmp_path / "killed")
     assert [row["reward"] for row in run(one, out, resume=True)] == [row["reward"] for row in rows]
     for name, tensor in weights(tmp_path / "whole").items():

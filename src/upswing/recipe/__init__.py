@@ -14,7 +14,8 @@ from upswing.recipe.models import (
 )
 from upswing.recipe.offline import PairStage, PreferenceStage
 from upswing.recipe.reward_model import RewardModelStage
-from upswing.recipe.rl import CriticSection, EarlyWarning, RlBase, RlStage
+from upswing.recipe.rl import RlStage
+from upswing.recipe.rl_base import CriticSection, EarlyWarning, RlBase
 from upswing.recipe.stages import EvalStage, Graduation, SftStage, Stage
 
 __all__ = [

@@ -24,7 +24,8 @@ from upswing.recipe.models import (
 )
 from upswing.recipe.offline import PreferenceStage
 from upswing.recipe.reward_model import RewardModelStage
-from upswing.recipe.rl import CriticSection, EarlyWarning, RlStage
+from upswing.recipe.rl import RlStage
+from upswing.recipe.rl_base import CriticSection, EarlyWarning
 from upswing.recipe.stages import EvalStage, Graduation, SftStage
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (

@@ -298,6 +298,9 @@ class Recipe(Section):
                     why = f"'{stage.reward_model}' scores no steps; allowed: last, or one with labels: process"
                     raise refuse(f"{key}.choose_by", f"got '{stage.choose_by}', but {why}")
             elif isinstance(stage, RewardModelStage):
+                if stage.labels == "process" and self.agent is not None:
+                    why = "an agent program can't be brought back to one of its turns; allowed: pairs, outcome"
+                    raise refuse(f"{key}.labels", f"got 'process', but {why}")
                 reward_models.append(stage.name)
                 process += [stage.name] if stage.labels == "process" else []
             elif not isinstance(stage, NO_POLICY):

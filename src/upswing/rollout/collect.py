@@ -44,6 +44,8 @@ class Rollouts:
     engine: Engine
     max_concurrent: int = 64
     """Trajectories in play at once; more wait, so that each one in play keeps its place in the engine's cache."""
+    gate: asyncio.Semaphore | None = None
+    """Where calls of `groups` at the same time share that limit; None: each has its own."""
     max_retries: int = 1
     """How often an errored trajectory is tried again (with another seed)."""
     agent: Agent | None = None
@@ -54,7 +56,7 @@ class Rollouts:
     ) -> list[Group]:
         """Play each task `size` times -> one Group a task, in order. Errored attempts stay in their group, marked so;
         each is followed by up to `max_retries` new attempts."""
-        gate = asyncio.Semaphore(self.max_concurrent)
+        gate = self.gate or asyncio.Semaphore(self.max_concurrent)
 
         async def attempts(row: int, task: Task, index: int) -> list[Trajectory]:
             tried: list[Trajectory] = []

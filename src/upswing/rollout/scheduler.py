@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -51,6 +51,13 @@ class Counts:
     """Stale or cancelled groups whose tasks are played again."""
     dropped: int = 0
     cancelled: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            requeued=self.requeued + other.requeued,
+            dropped=self.dropped + other.dropped,
+            cancelled=self.cancelled + other.cancelled,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,8 @@ class Scheduler(Generic[T]):
         self.version += 1
         for number in [number for number in self._ready if self._is_stale(self._open[number])]:
             self._turn_away(number)
-        self._fill()
+        if self.pace.max_staleness:  # else the next `take` does, so that nothing is in play between two steps
+            self._fill()
 
     def state(self) -> dict[str, Any]:
         """JSON for a checkpoint. Call it between `take` and the next one, when what was taken has been learned from."""
@@ -231,11 +239,3 @@ class Scheduler(Generic[T]):
             self._ending.add(one.task)
             one.task.cancel()
             one.task = None
-
-
-def staleness_histogram(versions: Sequence[int], now: int) -> dict[int, int]:
-    """Sampled tokens by the updates between sampling them and version `now`."""
-    found: dict[int, int] = {}
-    for version in versions:
-        found[now - version] = found.get(now - version, 0) + 1
-    return dict(sorted(found.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,11 +58,19 @@ class PolicyMethod:
 
     async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
         """One update -> the batch, the policy's metrics (None while only the critic warms up) and further signals."""
+        greedy = await self._greedy(groups, step)
+        if self.stage.max_staleness:  # sampling goes on meanwhile
+            return await asyncio.to_thread(self._learn, groups, step, greedy)
+        return self._learn(groups, step, greedy)
+
+    def _learn(
+        self, groups: Sequence[Group], step: int, greedy: list[Trajectory] | None
+    ) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
         stage, learner = self.stage, self.learner
         batch = self._batch(groups)
         kl_N, old, signals = self._kl_penalty(batch)
         values = self._values(batch)
-        credit = assign(stage, batch, self._evidence(batch, kl_N, values, await self._greedy(groups, step), step))
+        credit = assign(stage, batch, self._evidence(batch, kl_N, values, greedy, step))
         rows = list(credit.rows)
         signals |= credit.signals
         returns = None if credit.returns_N is None else spread(rows, credit.returns_N.numpy())

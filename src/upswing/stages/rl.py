@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from upswing.algo.regularise import informative_groups
@@ -21,6 +25,7 @@ from upswing.monitor.progress import TaskProgress
 from upswing.recipe import RlStage
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.rl import GROUPED
+from upswing.rollout.scheduler import Counts, Pace, Scheduler
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
 from upswing.stages.distill import DistillMethod
@@ -28,7 +33,7 @@ from upswing.stages.evaluate import SUCCESS, measure
 from upswing.stages.policy import PolicyMethod
 from upswing.stages.rl_metrics import batch_metrics, early_warning
 from upswing.stages.rows import Batch
-from upswing.trajectory.types import Group, Task
+from upswing.trajectory.types import Group, Task, Trajectory
 from upswing.trajectory.validate import validate_group
 
 MODEL_OF_STEP = "step-{:06d}"
@@ -58,6 +63,17 @@ class _Training:
     """Steps in a row, from the first on, in which nothing could be learned."""
     train_s: float = 0.0
     """Wall time of the finished steps, sampling included, evaluations left out."""
+    tasks: _Tasks
+    gate: asyncio.Semaphore
+    scheduler: Scheduler[Group] = field(init=False)
+    counts: Counts = field(default_factory=Counts)
+    """Groups of the step that were not learned from."""
+    shown: TaskProgress | None = None
+    """Of the batch that is waited for."""
+
+    def count(self, trajectory: Trajectory) -> None:
+        if self.shown is not None:
+            self.shown.advance(1)
 
     @property
     def learner(self) -> Learner:
@@ -68,6 +84,13 @@ async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int)
     """Train and save the final weights -> facts for state.json. Goes on from the last checkpoint of a killed run."""
     training = _start(context, stage, index)
     await context.push_weights(training.learner.weights())
+    try:
+        return await _train(context, stage, training)
+    finally:
+        await training.scheduler.close()
+
+
+async def _train(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> dict[str, Any]:
     if not any("eval_reward" in row and row["step"] == training.step for row in context.metrics.read(stage.name)):
         await _evaluate(context, stage, training)
     with context.progress.task(stage.name, total=stage.steps, unit="step", done=training.step) as shown:
@@ -90,15 +113,22 @@ def _is_over(stage: RlStage | DistillStage, training: _Training) -> bool:
     return training.step >= stage.steps or timed_out
 
 
+def _is_paced(stage: RlStage | DistillStage) -> bool:
+    """Whether sampling and learning do more than take turns."""
+    return isinstance(stage, RlStage) and bool(stage.max_staleness or stage.oversample)
+
+
 async def _step(context: RunContext, stage: RlStage | DistillStage, training: _Training, shown: TaskProgress) -> None:
     """One step of the loop."""
     started, before = time.perf_counter(), asdict(context.engine.stats)
     groups = await _groups(context, stage, training)
     rollout_s = time.perf_counter() - started
     training.updating = True
+    behind = _staleness(groups, context.engine.version, training.counts) if _is_paced(stage) else {}
     batch, update, signals = await training.method.learn(groups, training.step)
     learned_s = time.perf_counter() - started
     await context.push_weights(training.learner.weights())
+    training.scheduler.advance()
     step_s = time.perf_counter() - started
     training.train_s += step_s
     found = {} if update is None else update.as_dict()
@@ -107,6 +137,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
         **batch_metrics(groups, batch.rewards_B.tolist(), context.recovered, context.rubric.at(training.step).weights),
         **{key: value for key, value in found.items() if key != "seconds"},
         **signals,
+        **behind,
         **(lost if any(lost.values()) or context.recipe.engine.kv_memory_gb is not None else {}),
         "rollout_s": rollout_s,
         "update_s": found.get("seconds", 0.0),
@@ -123,17 +154,98 @@ async def _groups(context: RunContext, stage: RlStage | DistillStage, training: 
     batches = (stage.dynamic_sampling if isinstance(stage, RlStage) else None) or 1
     played: list[Group] = []
     kept: list[Group] = []
-    extra = training.learner.extra  # of which a checkpoint keeps how far in its stream of tasks the stage is
-    first = extra.get("batches", training.step)
+    training.counts = Counts()
     for number in range(batches):
-        found = await _rollout(context, stage, _tasks(context, stage, first + number), training.step, number)
+        found = await _take(context, stage, training, more=number > 0)
         played += found
         kept += found if batches == 1 else [group for group in found if _is_informative(group)]
         if len(kept) >= stage.tasks_per_step:
             break
-    extra["batches"] = first + number + 1
     context.store.append(stage.name, training.step + 1, [t for group in played for t in group.trajectories])
     return kept[: stage.tasks_per_step] or found
+
+
+async def _take(context: RunContext, stage: RlStage | DistillStage, training: _Training, *, more: bool) -> list[Group]:
+    """A batch of groups from those in play."""
+    total = stage.tasks_per_step * stage.group_size
+    label = f"{stage.name}: rollouts of step {training.step + 1}"
+    with context.progress.task(label, total=total, unit="trajectory") as shown:
+        training.shown = shown
+        taken = await training.scheduler.take(more=more)
+        training.shown = None
+    training.tasks.forget(taken.numbers)
+    training.counts += taken.counts
+    return list(taken.groups)
+
+
+async def _play(
+    context: RunContext, stage: RlStage | DistillStage, training: _Training, number: int, attempt: int
+) -> Group:
+    """Sample, score and check a group. Its seed is its number's, so that a resumed run samples what it would have."""
+    rollouts = replace(context.rollouts_at(training.scheduler.version), gate=training.gate)
+    (group,) = await rollouts.groups(
+        [training.tasks.take(number)],
+        size=stage.group_size,
+        sampling=context.sampling(temperature=stage.temperature),
+        seed=derive_seed(context.recipe.seed, stage.name, "group", number, attempt),
+        on_done=training.count,
+    )
+    validate_group(group)
+    return group
+
+
+class _Tasks:
+    """The stage's tasks by number: its stream, of which each is made once."""
+
+    def __init__(self, context: RunContext, stage: RlStage | DistillStage) -> None:
+        self._stage = stage
+        self._stream = context.tasks.stream("train", derive_seed(context.recipe.seed, stage.name, "tasks"))
+        self._made: dict[int, Task] = {}
+        self._next = 0
+
+    def take(self, number: int) -> Task:
+        """Raises UpswingError when there are not so many."""
+        for task in islice(self._stream, number + 1 - self._next):
+            self._made[self._next] = task
+            self._next += 1
+        if number not in self._made:
+            batch, size = number // self._stage.tasks_per_step + 1, self._stage.tasks_per_step
+            raise UpswingError(
+                f"{self._stage.name}: the train tasks ran out at batch {batch}, {size} tasks each; make the stream "
+                "endless, or use fewer steps"
+            )
+        return self._made[number]
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self._made[number]
+
+
+def _oldest(group: Group) -> int | None:
+    """The policy version of a group's oldest sampled token."""
+    versions = [
+        int(b.policy_version[b.sampled].min()) for t in group.trajectories for b in t.branches if b.sampled.any()
+    ]
+    return min(versions, default=None)
+
+
+def _staleness(groups: Sequence[Group], now: int, counts: Counts) -> dict[str, float]:
+    """How far behind version `now` the sampled tokens are, and what became of groups that were not learned from."""
+    branches = [branch for group in groups for t in group.trajectories for branch in t.branches]
+    ages_N = now - np.concatenate([np.empty(0, np.int32), *(b.policy_version[b.sampled] for b in branches)])
+    if not len(ages_N):
+        return {}
+    shares = {f"staleness_{age}_frac": float((ages_N == age).mean()) for age in range(int(ages_N.max()) + 1)}
+    lost = counts.requeued + counts.dropped
+    return {
+        "staleness": float(ages_N.mean()),
+        "staleness_max": float(ages_N.max()),
+        **shares,
+        "kept_frac": len(groups) / (len(groups) + lost),
+        "num_requeued": counts.requeued,
+        "num_dropped": counts.dropped,
+        "num_cancelled": counts.cancelled,
+    }
 
 
 def _is_informative(group: Group) -> bool:
@@ -142,36 +254,6 @@ def _is_informative(group: Group) -> bool:
     found = [score.components.get(SUCCESS, score.value) for score in scores]
     values_B = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
     return bool(informative_groups(values_B, torch.zeros(len(values_B), dtype=torch.long)).any())
-
-
-def _tasks(context: RunContext, stage: RlStage | DistillStage, number: int) -> list[Task]:
-    """Batch `number` of the stage's tasks: a slice of its stream, so that a resumed run sees what it would have."""
-    seed = derive_seed(context.recipe.seed, stage.name, "tasks")
-    tasks = context.tasks.take("train", seed, stage.tasks_per_step, skip=number * stage.tasks_per_step)
-    if len(tasks) < stage.tasks_per_step:
-        raise UpswingError(
-            f"{stage.name}: the train tasks ran out at batch {number + 1}, {stage.tasks_per_step} tasks each; "
-            "make the stream endless, or use fewer steps"
-        )
-    return tasks
-
-
-async def _rollout(
-    context: RunContext, stage: RlStage | DistillStage, tasks: Sequence[Task], step: int, number: int
-) -> list[Group]:
-    """Sample, score and check batch `number` of the step's groups."""
-    total = len(tasks) * stage.group_size
-    with context.progress.task(f"{stage.name}: rollouts of step {step + 1}", total=total, unit="trajectory") as shown:
-        groups = await context.rollouts_at(step).groups(
-            tasks,
-            size=stage.group_size,
-            sampling=context.sampling(temperature=stage.temperature),
-            seed=derive_seed(context.recipe.seed, stage.name, step, *([number] if number else [])),
-            on_done=lambda trajectory: shown.advance(1),
-        )
-    for group in groups:
-        validate_group(group)
-    return groups
 
 
 def _report(
@@ -247,7 +329,12 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
     method: Method = (
         PolicyMethod(context, stage, index) if isinstance(stage, RlStage) else DistillMethod(context, stage, index)
     )
-    training = _Training(method=method, folder=context.out / "checkpoints" / stage.name)
+    training = _Training(
+        method=method,
+        folder=context.out / "checkpoints" / stage.name,
+        tasks=_Tasks(context, stage),
+        gate=asyncio.Semaphore(context.rollouts.max_concurrent),
+    )
     whole = [path for path in training.folder.glob("step-??????") if method.critic is None or _critic(path).exists()]
     newest = max(whole, default=None)
     if newest is not None:
@@ -260,6 +347,18 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
         context.note(f"{stage.name}: resumed after step {training.step}")
     context.metrics.truncate_after(stage.name, training.step if newest else -1)
     context.store.discard_after(stage.name, training.step)
+    pace = Pace(batch=stage.tasks_per_step)
+    if isinstance(stage, RlStage):
+        pace = replace(
+            pace, max_staleness=stage.max_staleness, stale=stage.stale or "requeue", oversample=stage.oversample
+        )
+    training.scheduler = Scheduler(
+        play=partial(_play, context, stage, training),
+        pace=pace,
+        staleness=lambda group: context.engine.version - (_oldest(group) or context.engine.version),
+        version=training.step,
+        state_before=method.learner.extra.get("scheduler"),
+    )
     return training
 
 
@@ -268,6 +367,7 @@ def _save(context: RunContext, stage: RlStage | DistillStage, training: _Trainin
     if training.step == training.saved:
         return
     path = training.folder / MODEL_OF_STEP.format(training.step)
+    training.learner.extra["scheduler"] = training.scheduler.state()  # of which tasks a resumed run goes on with
     if training.method.critic is not None:  # first, so that a policy never stands without it
         training.method.critic.save(_critic(path))
     training.learner.save(path, tokenizer=context.tokenizer)

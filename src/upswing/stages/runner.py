@@ -83,9 +83,6 @@ def check(recipe: Recipe) -> World:
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, DistillStage):
             check_teacher(recipe, stage, index)
-        if recipe.agent is not None and isinstance(stage, RewardModelStage) and stage.labels == "process":
-            why = "goes on from the middle of an episode, which an agent program can't"
-            raise ConfigError(f"stages.{index}.labels: got 'process', which {why}; use outcome or pairs")
     return preflight(recipe)
 
 

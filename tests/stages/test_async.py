@@ -1,0 +1,121 @@
+"""Sampling that goes on during updates: bounded staleness, exact versions, no task lost or learned from twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from upswing.envs.base import AssistantMessage, Observation
+from upswing.errors import ConfigError
+from upswing.recipe import Recipe, recipe_from
+from upswing.trajectory.store import TrajectoryStore
+
+from .test_algorithms import TwoTurns, recipe, run, weights
+from .test_rl_edges import extra_of, killed_at_step_1
+
+
+class SlowTools(TwoTurns):
+    """Waits as long as its task says, so that groups overtake each other."""
+
+    async def step(self, message: AssistantMessage) -> Observation:
+        await asyncio.sleep(random.Random(self.task_id).choice((0.0, 0.02, 0.6)))
+        return super().step(message)
+
+    def reset(self, task: Any, seed: int) -> Any:
+        self.task_id = task.id
+        return super().reset(task, seed)
+
+
+def slow(rl: dict[str, Any]) -> Recipe:
+    one = recipe({"tasks_per_step": 2, "group_size": 2, "save_every": 1, "keep_checkpoints": 20, **rl})
+    return recipe_from({**one.to_dict(), "env": "tests.stages.test_async:SlowTools"})
+
+
+def learned(out: Path) -> list[tuple[int, Any]]:
+    """(step, trajectory) of every trajectory that was learned from."""
+    return [(stored.step, stored.trajectory) for stored in TrajectoryStore(out / "trajectories").read("rl")]
+
+
+def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(tmp_path: Path) -> None:
+    rows = run(slow({"steps": 8, "max_staleness": 2}), tmp_path / "run")
+    assert all(row["staleness_max"] <= 2 for row in rows)
+    assert any(row["staleness_max"] > 0 for row in rows), "nothing was sampled ahead"
+    for row in rows:
+        shares = [value for key, value in row.items() if key.startswith("staleness_") and key.endswith("_frac")]
+        assert sum(shares) == pytest.approx(1.0)
+    # The first weights have version 1 or later, one more with every update.
+    first = min(int(b.policy_version[b.sampled].min()) for _, t in learned(tmp_path / "run") for b in t.branches)
+    ages = [first + step - 1 - b.policy_version[b.sampled] for step, t in learned(tmp_path / "run") for b in t.branches]
+    assert np.concatenate(ages).min() >= 0 and np.concatenate(ages).max() <= 2
+    tasks = Counter(t.task.id for _, t in learned(tmp_path / "run"))
+    assert set(tasks.values()) == {2}, "a task was learned from twice"
+
+
+def test_a_trajectory_can_span_versions(tmp_path: Path) -> None:
+    run(slow({"steps": 10, "max_staleness": 3}), tmp_path / "run")
+    spans = [len(np.unique(b.policy_version[b.sampled])) for _, t in learned(tmp_path / "run") for b in t.branches]
+    assert max(spans) > 1
+
+
+def test_without_staleness_a_run_is_the_same_every_time_and_after_a_kill(tmp_path: Path) -> None:
+    one = slow({"steps": 3, "max_staleness": 0})
+    rows = run(one, tmp_path / "whole")
+    assert "staleness" not in rows[0]
+    again = run(one, killed_at_step_1(tmp_path / "whole", tmp_path / "killed"), resume=True)
+    assert [row["reward"] for row in again] == [row["reward"] for row in rows]
+    assert [t.task.id for _, t in learned(tmp_path / "whole")] == [f"train{i // 2}" for i in range(12)]
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert np.array_equal(weights(tmp_path / "killed")[name], tensor), name
+
+
+def test_a_killed_asynchronous_run_loses_no_task_and_learns_from_none_twice(tmp_path: Path) -> None:
+    one = slow({"steps": 5, "max_staleness": 2})
+    run(one, tmp_path / "whole")
+    out = killed_at_step_1(tmp_path / "whole", tmp_path / "killed")
+    for late in ("step-000004", "step-000005"):
+        if (out / "checkpoints/rl" / late).exists():
+            for path in (out / "checkpoints/rl" / late).iterdir():
+                path.unlink()
+            (out / "checkpoints/rl" / late).rmdir()
+    run(one, out, resume=True)
+    tasks = Counter(t.task.id for _, t in learned(out))
+    assert set(tasks.values()) == {2} and len(tasks) == 10
+    state = extra_of(out / "checkpoints/rl/step-000005")["scheduler"]
+    still_open = {f"train{number}" for number, *_ in state["open"]}
+    assert {f"train{number}" for number in range(state["next"])} == set(tasks) | still_open
+
+
+def test_oversampling_cancels_the_last_and_plays_their_tasks_later(tmp_path: Path) -> None:
+    rows = run(slow({"steps": 6, "oversample": 1}), tmp_path / "run")
+    assert sum(row["num_cancelled"] for row in rows) > 0
+    assert all(row["staleness_max"] == 0 for row in rows)
+    tasks = Counter(t.task.id for _, t in learned(tmp_path / "run"))
+    assert set(tasks.values()) == {2} and len(tasks) == 12
+
+
+def test_staleness_brings_its_correction() -> None:
+    stage: Any = slow({"max_staleness": 1}).stages[0]
+    assert (stage.stale, stage.correction) == ("requeue", "tis")
+    stage = slow({"max_staleness": 1, "correction": "icepop"}).stages[0]
+    assert stage.correction == "icepop"
+    stage = slow({"max_staleness": 1, "minibatches": 2, "old_logprobs": "engine"}).stages[0]
+    assert stage.correction is None  # the policy ratio itself is over the sampler's log-probs
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"stale": "drop"}, "stale: got 'drop' without effect"),
+        ({"max_staleness": 1, "oversample": 2}, "oversample: got 2 without effect"),
+        ({"max_staleness": -1}, "max_staleness"),
+    ],
+)
+def test_what_has_no_effect_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        slow(keys)
