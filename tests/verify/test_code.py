@@ -223,6 +223,8 @@ def test_the_shapes_of_public_data_sets():
         ("assert f(1)[0].lower() == 'a'", None),
         ("assert f('A').lower() == 'a'", (["f('A').lower()"], "_0 == 'a'")),
         ("assert f(1)[0] == 'a'", (["f(1)"], "_0[0] == 'a'")),
+        ("assert type(f(1)) == int", (["f(1)"], "type(_0) == int")),
+        ("assert len(set(f(2))) == 2", (["set(f(2))"], "len(_0) == 2")),
         ("assert f(1)", (["bool(f(1))"], "_0")),
         ("assert not f(1)", (["bool(f(1))"], "not _0")),
         ("assert f(1) is None", (["f(1)"], "_0 is None")),

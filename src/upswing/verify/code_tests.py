@@ -24,6 +24,10 @@ _NAMES = (
 )
 OUTSIDE = {name: getattr(builtins, name) for name in _NAMES.split()}
 """What an assert may call on the returned values."""
+_OF_ANY = frozenset(
+    ["all", "any", "bool", "dict", "frozenset", "list", "max", "min", "set", "sorted", "str", "sum", "tuple"]
+)
+"""Those that also read what is no plain data, such as a generator: around nothing but a call, they go in with it."""
 _MAX_CASES = 10_000
 _REFUSED = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
@@ -174,7 +178,8 @@ class _Splitter(ast.NodeTransformer):
             root = root.value if isinstance(root, ast.Attribute) else root.func
         name = root.id if isinstance(root, ast.Name) else ""
         if name in OUTSIDE and name != self.entry:
-            return len(node.args) == 1 and not node.keywords and root is node.func and self._goes_in(node.args[0])
+            alone = len(node.args) == 1 and not node.keywords and root is node.func
+            return name in _OF_ANY and alone and self._goes_in(node.args[0])
         return name == self.entry if self.entry else bool(name) and name not in self.known and name != "math"
 
 
