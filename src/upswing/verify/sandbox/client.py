@@ -251,11 +251,11 @@ class Sandbox:
     `workers`: how many are kept ready. `unsafe_local`: without isolation, as this user. Raises SandboxUnavailable.
     """
 
-    def __init__(self, *, unsafe_local: bool = False, workers: int = 2) -> None:
-        self._unsafe_local, self._ready = unsafe_local, workers
+    def __init__(self, *, unsafe_local: bool = False, workers: int = 4) -> None:
+        self._unsafe_local, self._ready = unsafe_local, max(1, workers)
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max(4, 2 * (os.cpu_count() or 1)), thread_name_prefix="sandbox")
-        self._launcher = _Launcher(unsafe_local, workers)
+        self._launcher = _Launcher(unsafe_local, self._ready)
         try:
             self._worker().close()
         except BaseException:

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from typing import Any
 
 from . import linux, seccomp, wire
@@ -19,8 +18,7 @@ from .program import Job, play
 from .supervisor import Place, serve
 
 # In every program's memory from the start: what most programs and tests import.
-import bisect, collections, contextlib, copy, dataclasses, datetime, decimal, enum, fractions, functools, heapq  # noqa: E401, F401, I001, E402
-import inspect, io, itertools, math, operator, random, re, string, subprocess, textwrap, threading, time, types, typing  # noqa: E401, F401, E402, E501
+import bisect, collections, functools, heapq, itertools, math, random, re, string, tempfile, typing  # noqa: E401, F401, I001, E402
 
 
 def main() -> None:
@@ -44,16 +42,17 @@ def _launch(control: socket.socket) -> Job | None:
     wire.send(control, {})
     gc.collect()
     gc.freeze()
+    ids = os.getuid(), os.getgid()
     ready = list[int]()
     while True:
         while len(ready) < config["ready"]:
             ours, theirs = socket.socketpair()
-            if not os.fork():
+            if not (linux.fork_sandbox() if filter_ else os.fork()):
                 for fd in (0, 1, 2):
                     os.dup2(theirs.fileno(), fd)
                 ours.detach(), theirs.detach()
                 os.closerange(3, 1 << 16)
-                return _sandbox(control, filter_)
+                return _sandbox(control, filter_, ids)
             theirs.close()
             ready.append(ours.detach())
         if not control.recv(1):
@@ -71,12 +70,11 @@ def _prepare(config: dict[str, Any]) -> seccomp._Program | None:
     if config["unsafe_local"]:
         return None
     filter_ = seccomp.program()
-    linux.adopt_orphans()
     linux.leave_host(config["prefixes"])
     return filter_
 
 
-def _sandbox(control: socket.socket, filter_: seccomp._Program | None) -> Job | None:
+def _sandbox(control: socket.socket, filter_: seccomp._Program | None, ids: tuple[int, int]) -> Job | None:
     """Lead a sandbox for as long as the client holds its socket; in a program's process -> its job."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     folder = None
@@ -86,7 +84,7 @@ def _sandbox(control: socket.socket, filter_: seccomp._Program | None) -> Job | 
             folder = tempfile.TemporaryDirectory(prefix="upswing-")
             place = Place(folder.name, None)
         else:
-            linux.enter(Place.disk_mb)
+            linux.enter(ids, Place.disk_mb)
             place = Place(linux.BOX, filter_)
         pidfd = os.pidfd_open(os.getpid())
     except OSError as error:

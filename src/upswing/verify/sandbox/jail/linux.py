@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Iterable
@@ -13,7 +12,9 @@ from collections.abc import Iterable
 from . import seccomp
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_NR_PIVOT_ROOT, _NR_CAPSET = {"aarch64": (41, 91)}.get(os.uname().machine, (155, 126))
+_held = ctypes.PyDLL(None, use_errno=True)
+"""The same, without letting go of the interpreter meanwhile."""
+_NR_PIVOT_ROOT, _NR_CAPSET, _NR_CLONE = {"aarch64": (41, 91, 220)}.get(os.uname().machine, (155, 126, 56))
 _NR_MOUNT_SETATTR = 442
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 _DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
@@ -87,13 +88,21 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _new_user(flags: int) -> None:
-    """Enter a new user namespace, and others, with all capabilities there; this user becomes _UID."""
-    ids = {"uid": os.geteuid(), "gid": os.getegid()}
-    unshare(_NEWUSER | flags)
+def _map_user(uid: int, gid: int) -> None:
+    """In a new user namespace, where this process has all capabilities, the one user that there is becomes _UID."""
     _write("/proc/self/setgroups", "deny")
-    for name, value in ids.items():
-        _write(f"/proc/self/{name}_map", f"{_UID} {value} 1")
+    _write("/proc/self/uid_map", f"{_UID} {uid} 1")
+    _write("/proc/self/gid_map", f"{_UID} {gid} 1")
+
+
+def _fork_into(flags: int) -> int:
+    """`os.fork`, into new namespaces at once: 0 in the child. Raises OSError."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = _held.syscall(_NR_CLONE, ctypes.c_ulong(flags | signal.SIGCHLD), *[ctypes.c_ulong(0)] * 4)
+    (python.PyOS_AfterFork_Parent if pid else python.PyOS_AfterFork_Child)()
+    _check(pid, "new namespaces")
+    return pid
 
 
 # -- once, in the launcher --------------------------------------------------------------------------------------------
@@ -104,10 +113,10 @@ def leave_host(prefixes: Iterable[tuple[str, str]]) -> None:
 
     `prefixes`: where the interpreter lies as (real path, path that it is known by). Raises OSError.
     """
-    if os.geteuid():
-        _new_user(NEWNS)
-    else:
-        unshare(NEWNS)
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(NEWNS | _NEWUSER * bool(uid))
+    if uid:
+        _map_user(uid, gid)
     mount(None, "/", flags=REC | PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "mode=755,size=16m")
     for name in ("old", "proc", "empty", _ROOT[1:]):
@@ -123,6 +132,11 @@ def leave_host(prefixes: Iterable[tuple[str, str]]) -> None:
         mount(f"/old/dev/{name}", f"{_ROOT}/dev/{name}", flags=BIND)
         _restrict(f"{_ROOT}/dev/{name}", RDONLY | NOSUID | NOEXEC, recursive=False)
     _detach("/old")
+    if not uid:  # root is never needed again; and the kernel doesn't limit how many processes it has
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        prctl(_SET_DUMPABLE, ctypes.c_ulong(1))  # else a child couldn't write its own maps
 
 
 def _fill_root(binds: Iterable[tuple[str, str]]) -> None:
@@ -142,7 +156,8 @@ def _fill_root(binds: Iterable[tuple[str, str]]) -> None:
     for path, text in _TEXTS.items():
         _write(_ROOT + path, text)
     if os.path.isfile("/old/etc/ld.so.cache"):
-        shutil.copyfile("/old/etc/ld.so.cache", f"{_ROOT}/etc/ld.so.cache")
+        with open("/old/etc/ld.so.cache", "rb") as old, open(f"{_ROOT}/etc/ld.so.cache", "wb") as new:
+            new.write(old.read())
 
 
 def _hide(prefixes: list[str]) -> None:
@@ -160,16 +175,14 @@ def _hide(prefixes: list[str]) -> None:
 # -- for every sandbox ------------------------------------------------------------------------------------------------
 
 
-def enter(disk_mb: int) -> None:
-    """Become process 1 of a sandbox: returns in it, with the rights to lead it. Raises OSError."""
-    if not os.geteuid():  # the kernel counts no process of root's
-        os.setgroups([])
-        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-        prctl(_SET_DUMPABLE, ctypes.c_ulong(1))  # else it may not write its own maps
-    _new_user(NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET)
-    if os.fork():
-        os._exit(0)
+def fork_sandbox() -> int:
+    """Fork process 1 of a sandbox: 0 in it. Raises OSError."""
+    return _fork_into(NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET)
+
+
+def enter(ids: tuple[int, int], disk_mb: int) -> None:
+    """Build the sandbox, in its process 1. `ids`: user and group of the launcher. Raises OSError."""
+    _map_user(*ids)
     prctl(_SET_DUMPABLE, ctypes.c_ulong(0))
     socket.sethostname("sandbox")
     mount(_ROOT, _ROOT, flags=BIND | REC)

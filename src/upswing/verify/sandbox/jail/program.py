@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import linecache
 import math
 import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from . import linux, seccomp
 
 _NAME = "main.py"
 _MIB = 1 << 20
+_MOST_FRAMES = -100
+"""Of a traceback, the innermost."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """`argv` None: `code` is Python, run in this process as `__main__`. `filter_` None: without isolation."""
 
     workspace: str
@@ -31,8 +35,8 @@ class Job:
     code: bytes
 
 
-def play(job: Job) -> None:
-    """Become the program. Returns when Python code came to its end; the interpreter then ends as always."""
+def play(job: Job) -> NoReturn:
+    """Become the program."""
     os.chdir(job.workspace)
     os.environ["HOME"] = job.workspace
     if job.filter_ is None:
@@ -79,20 +83,31 @@ def _limit(job: Job) -> None:
         resource.setrlimit(kind, (soft, value))
 
 
-def _run_python(code: bytes) -> None:
+def _run_python(code: bytes) -> NoReturn:
+    """As a script, but for the end: what only frees memory, most of the time of a small program, is left out."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = [_NAME]
     sys.path.insert(0, "")
     text = code.decode("utf-8", "replace")
     linecache.cache[_NAME] = (len(text), None, text.splitlines(keepends=True), _NAME)
-    sys.excepthook = traceback.print_exception
+    sys.excepthook = functools.partial(traceback.print_exception, limit=_MOST_FRAMES)
+    status: object = None
     try:
         exec(compile(code, _NAME, "exec", dont_inherit=True), main.__dict__)
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        status = end.code
     except BaseException as error:
         where = error.__traceback__
         sys.excepthook(type(error), error, where and where.tb_next)
-        sys.exit(1)
-    sys.exit(0)
+        status = 1
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads
+    atexit._run_exitfuncs()
+    main.__dict__.clear()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit((status or 0) & 0xFF)

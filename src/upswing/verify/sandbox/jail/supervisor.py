@@ -12,7 +12,6 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from . import linux, seccomp, wire
@@ -23,17 +22,13 @@ _CHUNK = 1 << 16
 _HZ = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass
 class Place:
     """Where programs run: `{box}/workspace` and `{box}/tmp`; `filter_` None: without isolation."""
 
-    box: str
-    filter_: seccomp._Program | None
-    disk_mb: int = 64
-    workspace: str = field(init=False)
+    disk_mb = 64
 
-    def __post_init__(self) -> None:
-        self.workspace = os.path.join(self.box, "workspace")
+    def __init__(self, box: str, filter_: seccomp._Program | None) -> None:
+        self.box, self.filter_, self.workspace = box, filter_, os.path.join(box, "workspace")
         for name in ("workspace", "tmp"):
             os.makedirs(os.path.join(self.box, name), exist_ok=True)
 
