@@ -164,3 +164,46 @@ async def test_it_is_a_verifier_and_the_answer_stands_in_its_tag():
         "gold",
         "data",
     )
+
+
+def entry_of(name, **parts):
+    return {"kind": name, "config": {}, "entry": repr(parts)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("3*7", True),
+        ("7 * 3", True),
+        ("21", False),  # each number as often as it is given: none left out,
+        ("3*7+0", False),  # none added,
+        ("7*3*1", False),
+        ("3*3*7/3", False),  # none twice
+        ("__import__('os').system('true')", False),
+        ("(3,7)", False),
+        ("3*7; 3*7", False),
+    ],
+)
+def test_countdown_takes_the_numbers_given_as_often_as_they_are_given(answer, right):
+    data = entry_of("countdown", question="?", answer="3*7", metadata={"numbers": [3, 7], "target": 21})
+    found = Scorer()(answer, ("3*7",), data)
+    assert isinstance(found, float) and (found == 1.0) is right and (right or found <= 0.05)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("['-92.85', '61.5', '71.08']", True),
+        ("['-92.85', '61.5', '75']", False),
+        ("['61.5', '71.08', '-92.85']", False),
+        ("['-92.85', '61.5']", False),
+        ("{'a': 1}", False),
+        ("[None]", False),
+        ("['x', 'y', 'z']", False),
+    ],
+)
+def test_sorting_asks_for_no_rounding_and_survives_any_answer(answer, right):
+    gold = "['-92.85', '61.5', '71.08']"
+    metadata = {"original_numbers": ["61.5", "71.08", "-92.85"], "direction": "ascending", "sorted_numbers": []}
+    data = entry_of("number_sorting", question="?", answer=gold, metadata=metadata)
+    assert Scorer()(answer, (gold,), data) == float(right)

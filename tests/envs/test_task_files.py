@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+from itertools import islice
 
 import datasets
 import pyarrow as pa
@@ -11,7 +12,9 @@ import pytest
 
 from upswing.envs.dataset import check_disjoint, is_hub_id, tasks_from, tasks_from_jsonl
 from upswing.errors import ConfigError
+from upswing.recipe import load_recipe
 from upswing.trajectory.types import Message, Task
+from upswing.world import preflight
 
 
 def write(tmp_path, *rows, name="rows.jsonl"):
@@ -255,3 +258,25 @@ def test_what_looks_like_a_hub_id(tmp_path, monkeypatch):
     (tmp_path / "data" / "mine").mkdir()
     assert is_hub_id("openai/gsm8k") and is_hub_id("a/b.c#train[:5]")
     assert not any(map(is_hub_id, ("rows.jsonl", "data/rows.jsonl", "data/mine", "./data/x", "a/b/c", "gsm8k", "/a/b")))
+
+
+def test_a_recipe_reads_tables_and_folders_beside_it(echo, monkeypatch):
+    folder = echo.parent
+    monkeypatch.chdir(folder.parent)
+    train = [{"question": f"q{i}", "solution": f"x #### {i}"} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(train), folder / "t.parquet")
+    held_out = datasets.Dataset.from_list([{"question": "d", "solution": "#### 9"}])
+    datasets.DatasetDict({"held_out": held_out}).save_to_disk(folder / "kept")
+    section = "dataset={{train: t.parquet, dev: 'kept#held_out', {}}}"
+    rows = "columns: {prompt: question, answer: solution}, answer_pattern: '#### (.+)', shuffle: false"
+    made = preflight(load_recipe(echo, [section.format(rows)]))
+    assert [t.gold for t in islice(made.tasks("train", 0), 4)] == [("0",), ("1",), ("2",), ("0",)]
+    assert [(t.messages[0].content, t.gold) for t in made.tasks("dev", 0)] == [("d", ("9",))]
+    with pytest.raises(ConfigError, match=r"dataset.answer_pattern: got '#### .', no regular expression"):
+        load_recipe(echo, [section.format("answer_pattern: '#### ('")])
+    with pytest.raises(ConfigError, match=r"t\.parquet: row 1: no 'answr' \(columns\.answer\)"):
+        preflight(load_recipe(echo, [section.format("columns: {answer: answr}")]))
+    overlap = [{"question": "q1", "solution": "#### 1"}]
+    datasets.DatasetDict({"held_out": datasets.Dataset.from_list(overlap)}).save_to_disk(folder / "leaked")
+    with pytest.raises(ConfigError, match="same problem"):
+        preflight(load_recipe(echo, [section.format(rows).replace("kept", "leaked")]))

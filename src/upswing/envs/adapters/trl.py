@@ -198,7 +198,7 @@ class Trl(ToolEnv):
         return {**super().state(), "rewards": dict(score.components), "scored": score.value is not None}
 
     def close(self) -> None:
-        if self._score is not None:
+        if self._score is not None and not self._counts["tool_errors"]:  # a tool that hung may still be at work in it
             _idle[self._key].append(self.instance)
 
 
