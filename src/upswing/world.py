@@ -11,7 +11,7 @@ from upswing.envs import Environment, check_disjoint, environment_factory
 from upswing.envs.dataset import tasks_from
 from upswing.envs.pairs import read_pairs
 from upswing.errors import ConfigError
-from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, SftStage, Stage
+from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, RlStage, SftStage, Stage
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Task
 from upswing.verify import Rubric, rubric_from
@@ -90,6 +90,12 @@ def preflight(recipe: Recipe) -> World:
             read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
             _check_expert(recipe, stage, first["train"], f"stages.{index}")
+            world.rubric.check_group(1, f"stages.{index}: each demonstration is judged alone")
+        if isinstance(stage, EvalStage):
+            world.rubric.check_group(stage.samples, f"stages.{index}.samples")
+        if isinstance(stage, RlStage):
+            size = 1 if stage.advantage == "remax" else stage.group_size
+            world.rubric.check_group(size, f"stages.{index}.group_size")
     return world
 
 

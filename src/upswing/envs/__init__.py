@@ -26,6 +26,7 @@ BUILTIN: Mapping[str, str] = {
     "shell": "upswing.envs.shell:Shell",
     "sql": "upswing.envs.sql:Sql",
     "tool": "upswing.envs.tool_env:ToolEnv",
+    "tool_server": "upswing.envs.tool_server:RemoteTools",
     "trl": "upswing.envs.adapters.trl:Trl",
     "verifiers": "upswing.envs.adapters.verifiers:Verifiers",
     "web_shop": "upswing.envs.web_shop:WebShop",
@@ -59,6 +60,6 @@ def environment_factory(name: str, args: Mapping[str, Any] | None = None) -> Cal
     if inspect.isabstract(cls):
         raise ConfigError(f"environment '{name}' lacks {', '.join(sorted(cls.__abstractmethods__))}")
     check_arguments(cls, args, f"environment '{name}'")
-    if issubclass(cls, ToolEnv):
-        cls(**args)  # cheap, and it checks the tools before any model loads
+    if issubclass(cls, ToolEnv) or name == "tool_server":
+        cls(**args)  # cheap, and it checks the tools (or that the server answers) before any model loads
     return lambda: cls(**args)
