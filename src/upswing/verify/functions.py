@@ -17,6 +17,7 @@ from upswing.trajectory.types import Score
 from upswing.verify import actions, code, forms, http, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.text import TimedReader
 from upswing.verify.worker import MAX_WORKERS
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
@@ -46,11 +47,14 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {
     "versus_reference": pairwise.VersusReference,
     "pairwise": pairwise.Pairwise,
 }
+ELSEWHERE: Mapping[str, str] = {
+    "env_reward": "upswing.envs.adapters:env_reward",
+    "reasoning_gym": "upswing.envs.adapters.reasoning_gym:Scorer",
+    "trl": "upswing.envs.adapters.trl:Reward",
+}
+"""Built-in ones of layers above this one, by import path."""
 ASKING = (code.Code, judge.Asker, http.Http)
 """Built-in ones that wait for a server or a sandbox, and keep their time themselves."""
-WAITING = (maths.Math, forms.JsonSchema, forms.Regex)
-"""Built-in ones that ask a worker, which keeps their time itself: none is on the clock while it waits for its turn.
-The others are quick and are called where they are."""
 _WAITERS = ThreadPoolExecutor(MAX_WORKERS, "upswing-waiter")
 
 
@@ -76,7 +80,7 @@ class Verifier:
                 return to_score(await self.function(**kwargs))
             if self.inline:
                 return to_score(self.function(**kwargs))
-            if isinstance(self.function, WAITING):
+            if isinstance(self.function, TimedReader):  # its worker keeps its time; waiting for one isn't on the clock
                 call = functools.partial(self.function, **kwargs)
                 return to_score(await asyncio.get_running_loop().run_in_executor(_WAITERS, call))
             return to_score(await call_with_deadline(self.function, kwargs, self.timeout_s))
@@ -132,7 +136,7 @@ def verifier_from(
         return given
     label = name or _label(given)
     function = _load(given) if isinstance(given, str) else given
-    inline = function in BUILTIN.values() and function not in WAITING
+    inline = function in BUILTIN.values() and not (inspect.isclass(function) and issubclass(function, TimedReader))
     if inspect.isclass(function):
         function, args = _instance(function, args, f"verifier '{label}'"), {}
     if not callable(function):
@@ -154,7 +158,7 @@ def _load(spec: str) -> Any:
     from upswing.plugins import load_object
 
     paths = {key: f"{function.__module__}:{function.__name__}" for key, function in BUILTIN.items()}
-    return load_object(spec, "verifier", paths)
+    return load_object(spec, "verifier", {**paths, **ELSEWHERE})
 
 
 def check_arguments(cls: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
