@@ -3,6 +3,8 @@
 Each tries something and says `refused` when it couldn't, or ESCAPED. None of them knows the answer that would pass.
 """
 
+# ruff: noqa: E501, UP031
+# fmt: off
 from __future__ import annotations
 
 import os
@@ -82,7 +84,8 @@ def describe(returncode: int | None, killed: str | None, stdout: bytes) -> Seque
 
 def table() -> str:
     """As in docs/sandbox.md."""
-    rows = [f"| {one.kind} | {one.name} | {one.tries} | {' or '.join(one.ends)} |" for one in PROGRAMS]
+    cells = [[one.kind, one.name, one.tries, " or ".join(one.ends)] for one in PROGRAMS]
+    rows = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in cells]
     return "\n".join(["| kind | program | what it tries | how it ends |", "|---|---|---|---|", *rows])
 
 
@@ -340,7 +343,7 @@ for _ in range(4):
 time.sleep(10)""", memory_mb=128, wall_s=3.0)
 add(K, "/dev/shm", "fills it", "refused", "tries(lambda: [open(f'/dev/shm/{n}', 'wb').write(bytes(1 << 20)) for n in range(100)])", disk_mb=16)
 add(K, "locked memory", "mlockall", "refused", "tries(lambda: call('mlockall', 3), lambda: [call('mlock', ctypes.addressof(b), 8192) for b in [ctypes.create_string_buffer(8192)]])")
-add(K, "deep recursion", "recursion without a limit", "signal 11 or exit 1 or memory", "sys.setrecursionlimit(10**9)\ndef f(): return f() + 1\nf()", memory_mb=128)
+add(K, "deep recursion", "recursion without a limit", "signal 11 or exit 1 or memory or wall", "sys.setrecursionlimit(10**9)\ndef f(): return f() + 1\nf()", memory_mb=128, wall_s=0.7)
 add(K, "zip bomb", "unpacks much from little", "exit 1 or memory", """
 import zlib
 c = zlib.compressobj(1); packed = b''.join(c.compress(bytes(1 << 20)) for _ in range(80)) + c.flush()

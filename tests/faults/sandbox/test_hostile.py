@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from upswing.verify.sandbox import Sandbox, SandboxLimits
 
 from .harness import Canaries, faults_of
@@ -45,4 +46,7 @@ def test_there_are_enough_of_them():
 
 
 def test_the_table_in_the_docs_is_this_one():
-    assert table() in (ROOT / "docs" / "sandbox.md").read_text()
+    """On arm64 without two of its rows."""
+    told = (ROOT / "docs" / "sandbox.md").read_text().splitlines()
+    assert set(table().splitlines()) <= set(told)
+    assert sum(line.endswith(" |") for line in told[told.index("## The hostile programs") :]) <= len(PROGRAMS) + 4

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from upswing.errors import ConfigError
 from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable, default_sandbox
 
@@ -45,14 +46,29 @@ SHORT = SandboxLimits(wall_s=0.5)
         ("def f():\n    return 1 / 0\nf()", 1, "", 'File "main.py", line 2, in f\n    return 1 / 0'),
         ("print(", 1, "", "SyntaxError"),
         ("print(1)\0", 1, "", "null bytes"),
-        ("import os; print(__name__, os.getcwd() == os.environ['HOME'], sorted(globals())[:2])", 0, "__main__ True", ""),
+        (
+            "import os; print(__name__, os.getcwd() == os.environ['HOME'], sorted(globals())[:2])",
+            0,
+            "__main__ True",
+            "",
+        ),
         ("import atexit; atexit.register(print, 'bye'); print('hi', end='')", 0, "hibye\n", ""),
-        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('t'))).start()", 0, "t\n", ""),
+        (
+            "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('t'))).start()",
+            0,
+            "t\n",
+            "",
+        ),
         ("class A:\n    def __del__(self): print('gone')\na = A()", 0, "gone\n", ""),
         ("import os; os.kill(os.getpid(), 15)", -15, "", ""),
         ("import helper, pathlib; print(helper.x, pathlib.Path('d/t').read_text())", 0, "7 text\n", ""),
         ("from multiprocessing import Pool\nwith Pool(2) as p: print(p.map(abs, [-1, -2]))", 0, "[1, 2]\n", ""),
-        ("import asyncio, tempfile, sqlite3\nasyncio.run(asyncio.sleep(0)); tempfile.TemporaryFile(); print(1)", 0, "1\n", ""),
+        (
+            "import asyncio, tempfile, sqlite3\nasyncio.run(asyncio.sleep(0)); tempfile.TemporaryFile(); print(1)",
+            0,
+            "1\n",
+            "",
+        ),
         ("import subprocess; print(subprocess.check_output(['sort'], input=b'b\\na\\n'))", 0, r"b'a\nb\n'" + "\n", ""),
         ("def f(n): return f(n + 1)\nf(0)", 1, "", "RecursionError"),
     ],
@@ -265,7 +281,10 @@ def _running(command: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_text().startswith(command) and "Z" not in (path.parent / "stat").read_text().rpartition(")")[2]:
+            if (
+                path.read_text().startswith(command)
+                and "Z" not in (path.parent / "stat").read_text().rpartition(")")[2]
+            ):
                 found.append(path.parent.name)
         except OSError:
             continue

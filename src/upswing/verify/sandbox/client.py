@@ -33,8 +33,8 @@ _GRACE_S = 5.0
 _MOST_FILE_BYTES = 64 << 20
 _LIMITS = SandboxLimits()
 _HELP = (
-    "It needs Linux 5.14 or newer on x86-64 or arm64, user namespaces, and a whole /proc (docs/sandbox.md tells what to "
-    "change in a container or on Ubuntu). To run programs without isolation, as yourself, set unsafe_local: true or "
+    "It needs Linux 5.14 or newer on x86-64 or arm64, user namespaces, and a whole /proc (docs/sandbox.md tells what "
+    "to change in a container or on Ubuntu). To run programs without isolation, as yourself, set unsafe_local: true or "
     "give --unsafe-local"
 )
 
@@ -44,11 +44,15 @@ class _Launcher:
 
     def __init__(self, unsafe_local: bool, ready: int) -> None:
         if sys.platform != "linux":
-            raise SandboxUnavailable(f"the sandbox runs on Linux; this is {sys.platform}. Use a virtual machine or WSL 2")
+            raise SandboxUnavailable(f"the sandbox needs Linux; this is {sys.platform}. Use a virtual machine or WSL 2")
         folder = str(Path(__file__).parent)
         python = getattr(sys, "_base_executable", None) or sys.executable  # the environment's packages stay outside
         prefixes = [(os.path.realpath(path), path) for path in dict.fromkeys((sys.base_prefix, sys.base_exec_prefix))]
         prefixes += [(real, real) for real, path in prefixes if real != path]
+        if any(
+            f"{os.path.realpath(os.path.expanduser('~'))}/".startswith(f"{real.rstrip('/')}/") for real, _ in prefixes
+        ):
+            raise SandboxUnavailable(f"Python lies in {prefixes}, above your home; use one in a folder of its own")
         programs = dict.fromkeys(os.path.join(path, "bin") for _, path in prefixes)
         env = {
             "PATH": ":".join((*programs, "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")),
@@ -65,8 +69,8 @@ class _Launcher:
             self._process = subprocess.Popen(
                 [python, "-sSP", "-X", "utf8", "-c", code],
                 env=env,
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
@@ -165,9 +169,7 @@ class Workspace:
         self._worker: _Worker | None = None
         self._ended, self._lock = False, threading.Lock()
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: bytes = b"", limits: SandboxLimits = _LIMITS
-    ) -> SandboxResult:
+    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", limits: SandboxLimits = _LIMITS) -> SandboxResult:
         """Run a command in the workspace; nothing that it started outlives it, its files do."""
         return await self._sandbox._call(self, functools.partial(self._run, list(argv), b"", stdin, limits))
 
@@ -175,7 +177,7 @@ class Workspace:
         return await self._sandbox._call(self, functools.partial(self._run, None, _encoded(code), stdin, limits))
 
     def files(self) -> dict[str, bytes]:
-        """Every regular file by its path; links are never followed. What doesn't fit into 64 MiB in all is left out."""
+        """Every regular file by its path; links are never followed. What doesn't fit into 64 MiB is left out."""
         return self._get(None)
 
     def read(self, path: str) -> bytes | None:
@@ -188,12 +190,13 @@ class Workspace:
         return dict(zip(header["names"], texts, strict=True))
 
     def _open(self) -> None:
-        self._worker = self._sandbox._worker()
-        if self._ended:  # cancelled meanwhile
-            self._worker.kill()
-        if self._given:
-            names = list(self._given)
-            self._ask({"ask": "put", "names": names, "disk_mb": self._disk_mb}, list(self._given.values()), 0)
+        with self._lock:
+            if self._ended:  # cancelled meanwhile
+                return
+            self._worker = self._sandbox._worker()
+            if self._given:
+                names, texts = list(self._given), list(self._given.values())
+                self._ask({"ask": "put", "names": names, "disk_mb": self._disk_mb}, texts, 0)
 
     def _ask(self, header: Mapping[str, Any], parts: Sequence[bytes], most: int) -> tuple[dict[str, Any], list[bytes]]:
         """Raises SandboxUnavailable."""
@@ -209,7 +212,9 @@ class Workspace:
 
     def _run(self, argv: list[str] | None, code: bytes, stdin: bytes, limits: SandboxLimits) -> SandboxResult:
         if argv is not None and (not argv or any("\0" in one for one in argv)):
-            raise ConfigError(f"a command for the sandbox is {argv!r}; allowed: words without a zero byte, at least one")
+            raise ConfigError(
+                f"a command for the sandbox is {argv!r}; allowed: words without a zero byte, at least one"
+            )
         header = {"ask": "run", "argv": argv, "limits": asdict(limits)}
         with self._lock:
             if self._worker is None or self._ended:
@@ -235,14 +240,15 @@ class Workspace:
     def kill(self) -> None:
         """End whatever runs in it, and the workspace."""
         self._ended = True
-        if self._worker is not None:
-            self._worker.kill()
+        if (worker := self._worker) is not None:
+            worker.kill()
 
     def _close(self) -> None:
-        self._ended = True
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        self.kill()  # frees the lock when something still runs
+        with self._lock:
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.close()
 
 
 class Sandbox:

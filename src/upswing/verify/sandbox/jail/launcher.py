@@ -17,8 +17,11 @@ from . import linux, seccomp, wire
 from .program import Job, play
 from .supervisor import Place, serve
 
-# In every program's memory from the start: what most programs and tests import.
-import bisect, collections, functools, heapq, itertools, math, random, re, string, tempfile, typing  # noqa: E401, F401, I001, E402
+_PRELOADED = (
+    "bisect", "collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string", "tempfile",
+    "typing",
+)  # fmt: skip
+"""In every program from the start: what most programs, and the tests of a coding task, import."""
 
 
 def main() -> None:
@@ -34,6 +37,8 @@ def _launch(control: socket.socket) -> Job | None:
     sys.path.remove(config["path"])
     for name in [name for name in sys.modules if name.partition(".")[0] == "jail"]:
         del sys.modules[name]
+    for name in _PRELOADED:
+        __import__(name)
     try:
         filter_ = _prepare(config)
     except OSError as error:
@@ -80,6 +85,8 @@ def _sandbox(control: socket.socket, filter_: seccomp._Program | None, ids: tupl
     folder = None
     try:
         if filter_ is None:
+            import tempfile
+
             linux.adopt_orphans()
             folder = tempfile.TemporaryDirectory(prefix="upswing-")
             place = Place(folder.name, None)

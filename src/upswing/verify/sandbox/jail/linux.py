@@ -29,7 +29,9 @@ _ROOT = "/root"
 BOX = "/sandbox"
 """The only place to write: one tmpfs."""
 WORKSPACE = f"{BOX}/workspace"
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store", "/etc/alternatives")
+_SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store", "/etc/alternatives",
+)  # fmt: skip
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {
     "/tmp": f"{BOX}/tmp", "/dev/shm": f"{BOX}/shm", "/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0",
@@ -99,7 +101,7 @@ def _fork_into(flags: int) -> int:
     """`os.fork`, into new namespaces at once: 0 in the child. Raises OSError."""
     python = ctypes.pythonapi
     python.PyOS_BeforeFork()
-    pid = _held.syscall(_NR_CLONE, ctypes.c_ulong(flags | signal.SIGCHLD), *[ctypes.c_ulong(0)] * 4)
+    pid: int = _held.syscall(_NR_CLONE, ctypes.c_ulong(flags | signal.SIGCHLD), *[ctypes.c_ulong(0)] * 4)
     (python.PyOS_AfterFork_Parent if pid else python.PyOS_AfterFork_Child)()
     _check(pid, "new namespaces")
     return pid

@@ -86,7 +86,7 @@ def serve(control: socket.socket, place: Place) -> Job | None:
                 case "put":
                     place.resize(header["disk_mb"])
                     place.put(header["names"], parts)
-                    reply, back = {}, list[bytes]()
+                    reply, back = dict[str, Any](), list[bytes]()
                 case "get":
                     names, back = place.get(header["name"], header["most"])
                     reply = {"names": names}
@@ -103,7 +103,9 @@ def serve(control: socket.socket, place: Place) -> Job | None:
         wire.send(control, reply, back)
 
 
-def _run(place: Place, header: dict[str, Any], stdin: bytes, code: bytes) -> Job | tuple[dict[str, Any], list[bytes]] | None:
+def _run(
+    place: Place, header: dict[str, Any], stdin: bytes, code: bytes
+) -> Job | tuple[dict[str, Any], list[bytes]] | None:
     """The result; None when the client went away; in the program's process its job."""
     pipes = [os.pipe() for _ in range(3)]
     ends = [pipes[0][0], pipes[1][1], pipes[2][1]]
@@ -224,8 +226,8 @@ class _Run:
 
     def _broken(self) -> str | None:
         """The limit that the processes break together."""
-        pids = [int(one) for one in os.listdir("/proc") if one.isdigit() and one != "1"] if self.jailed else _descendants()
-        used = [one for one in map(_used, pids) if one]
+        jailed = (int(one) for one in os.listdir("/proc") if one.isdigit() and one != "1")
+        used = [one for one in map(_used, jailed if self.jailed else _descendants()) if one]
         if sum(one[0] for one in used) > self.limits["memory_mb"] * 1024:
             return "memory"
         if sum(one[1] for one in used) + _children_s() - self.children_s > self.limits["cpu_s"]:
@@ -234,7 +236,7 @@ class _Run:
 
 
 def _used(pid: int) -> tuple[int, float] | None:
-    """A process's memory in KiB, its own and shared with others but not files, and its CPU seconds with its children's."""
+    """A process's memory in KiB without files, and its CPU seconds with those of its children."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().split(b"\n")
@@ -242,7 +244,8 @@ def _used(pid: int) -> tuple[int, float] | None:
             times = file.read().rpartition(b")")[2].split()[11:15]
     except OSError:
         return None
-    return sum(int(line.split()[1]) for line in lines if line.startswith((b"RssAnon", b"RssShmem"))), sum(map(int, times)) / _HZ
+    memory = sum(int(line.split()[1]) for line in lines if line.startswith((b"RssAnon", b"RssShmem")))
+    return memory, sum(map(int, times)) / _HZ
 
 
 def _children_s() -> float:

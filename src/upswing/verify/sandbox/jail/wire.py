@@ -18,7 +18,9 @@ def send(sock: socket.socket, header: dict[str, Any], parts: Sequence[bytes | by
     sock.sendall(b"".join((_SIZE.pack(len(text)), text, *parts)))
 
 
-def receive(sock: socket.socket, most: int = 1 << 31, timeout_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
+def receive(
+    sock: socket.socket, most: int = 1 << 31, timeout_s: float | None = None
+) -> tuple[dict[str, Any], list[bytes]]:
     """Raises EOFError when the other side is gone, TimeoutError, and ValueError above `most` bytes."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     size = _SIZE.unpack(_read(sock, _SIZE.size, end))[0]
