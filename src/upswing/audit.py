@@ -252,7 +252,7 @@ async def scripted_episode(
 
 def _idle(task: Task, said: Sequence[str]) -> Iterator[Attack]:
     """Of a task that is judged by what was done: only the last words, when there was something to do before them."""
-    if not task.gold and len(said) > 1:
+    if not task.gold and len(said) > 1 and not _program(said[-1]):
         yield Attack("idle", Wanted.REFUSED, said[-1], turns=(said[-1],))
 
 

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from upswing.verify import deadline
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, off_the_clock
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, in_turn, off_the_clock
 
 
 async def forever():
@@ -130,6 +131,30 @@ async def test_off_the_clock_is_not_for_ever():
     assert 0.5 <= time.perf_counter() - started < 0.6
     with off_the_clock():  # without a call around it, nothing
         pass
+
+
+async def test_waiting_for_a_thread_of_an_executor_is_off_the_clock():
+    ran = []
+
+    def check():
+        time.sleep(0.1)
+        ran.append(None)
+        return len(ran)
+
+    async def score():
+        return await in_turn(executor, check)
+
+    with ThreadPoolExecutor(1) as executor:
+        found = await asyncio.gather(*(call_with_deadline(score, {}, 0.3) for _ in range(8)))
+        assert sorted(found) == list(range(1, 9))
+        task = [asyncio.create_task(score()) for _ in range(3)][-1]
+        await asyncio.sleep(0.05)
+        task.cancel()  # while it waits: it is never begun
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(ZeroDivisionError):
+            await in_turn(executor, lambda: 1 / 0)
+    assert len(ran) == 10
 
 
 class Bye(BaseException):

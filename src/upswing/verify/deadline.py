@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Executor
 from typing import Any
 
 from upswing.errors import EnvironmentBroken
@@ -136,6 +137,31 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     if inspect.iscoroutine(result):  # a plain function that hands back a coroutine, such as a lambda around one
         return await _run_coroutine(result, max(deadline - asyncio.get_running_loop().time(), 0.0))
     return result
+
+
+async def in_turn(executor: Executor, call: Callable[[], Any]) -> Any:
+    """What `call` returns, run in a thread of `executor`; waiting for a free one is off the clock. For calls that keep
+    their time themselves."""
+    loop = asyncio.get_running_loop()
+    begun: asyncio.Future[None] = loop.create_future()
+
+    def begin() -> None:
+        if not begun.done():
+            begun.set_result(None)
+
+    def work() -> Any:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(begin)
+        return call()
+
+    future = loop.run_in_executor(executor, work)
+    try:
+        with off_the_clock():
+            await asyncio.wait({begun, future}, return_when=asyncio.FIRST_COMPLETED)
+        return await future
+    finally:
+        future.cancel()
+        begun.cancel()
 
 
 async def call_env(method: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
