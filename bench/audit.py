@@ -34,10 +34,11 @@ from upswing.envs.base import Environment, Expert
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Task, ToolCall
 from upswing.verify import Rubric, verifier_from
-from upswing.verify.functions import BUILTIN as VERIFIERS
+from upswing.verify.functions import BUILTIN, ELSEWHERE
 from upswing.world import World
 
 FULL, QUICK = 20, 4
+VERIFIERS = {*BUILTIN, *ELSEWHERE}
 LEFT_OUT = {
     "format": "it says nothing of the answer",
     "length_penalty": "it says nothing of the answer",
@@ -45,6 +46,9 @@ LEFT_OUT = {
     "call_penalty": "it says nothing of the answer",
     "pairwise": "it ranks a whole group",
     "http": "it asks whatever server it is given",
+    "env_reward": "it is what the environment says",
+    "reasoning_gym": "it is the package's own scorer of the tasks that are chosen",
+    "trl": "it is a function that is given",
 }
 
 
@@ -301,7 +305,7 @@ def main() -> int:
             reports.setdefault(name, []).append(report)
     except ConfigError as problem:
         return cannot_run(str(problem))
-    missing = [name for name in VERIFIERS if not only and name not in reports and name not in LEFT_OUT]
+    missing = [name for name in sorted(VERIFIERS) if not only and name not in reports and name not in LEFT_OUT]
     for name, why in LEFT_OUT.items():
         print(f"verifier {name} left out: {why}")
     if missing:
