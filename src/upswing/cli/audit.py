@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upswing.cli.common import EXIT_FAILED, user_command
+from upswing.cli.common import EXIT_FAILED, UnsafeLocal, recipe_of, user_command
 from upswing.errors import ConfigError
-from upswing.recipe import load_recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,12 +31,13 @@ def audit_command(
     max_false_reject: Annotated[float, typer.Option(help="Right answers refused: at most this share.")] = 0.01,
     show: Annotated[int, typer.Option(min=0, help="How many offending inputs to show.")] = 10,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and tables.")] = False,
+    unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Attack a recipe's reward: what it wrongly accepts, wrongly refuses, and what it forgives.
 
     Exits with 1 when a rate is above its threshold.
     """
-    config = load_recipe(recipe, overrides or [])
+    config = recipe_of(recipe, overrides, unsafe_local=unsafe_local)
     from upswing.audit import audit
     from upswing.cli.play import find_tasks
     from upswing.monitor.progress import Progress

@@ -6,15 +6,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from upswing.errors import ConfigError, UpswingError, nearest
+from upswing.recipe import Recipe, load_recipe
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+UnsafeLocal = Annotated[
+    bool, typer.Option("--unsafe-local", help="Run what code and shell run without isolation, as yourself.")
+]
+_RUN_PROGRAMS = ("code", "shell")
+"""Environments and verifiers with an option `unsafe_local`."""
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -54,3 +60,15 @@ def check_run_folder(run: Path) -> None:
         close = nearest(str(run), known)
         hint = f"; did you mean '{close}'?" if close else ""
         raise ConfigError(f"'{run}' isn't a run folder (no recipe.yaml in it){hint}")
+
+
+def recipe_of(recipe: Path, overrides: list[str] | None, *, unsafe_local: bool = False) -> Recipe:
+    """A recipe with its overrides. Raises ConfigError, also when `unsafe_local` has nothing to act on."""
+    found = load_recipe(recipe, overrides or [])
+    if not unsafe_local:
+        return found
+    parts = {"env": found.env.name, **{f"verifiers.{i}": one.name for i, one in enumerate(found.verifiers)}}
+    more = [f"{key}.args.unsafe_local=true" for key, name in parts.items() if name in _RUN_PROGRAMS]
+    if not more:
+        raise ConfigError(f"--unsafe-local changes nothing here: nothing in '{recipe}' runs programs (code, shell)")
+    return load_recipe(recipe, [*(overrides or []), *more])

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from upswing.cli.common import is_run_folder, user_command
+from upswing.cli.common import UnsafeLocal, is_run_folder, recipe_of, user_command
 from upswing.errors import ConfigError, did_you_mean
-from upswing.recipe import Recipe, load_recipe, recipe_from
+from upswing.recipe import Recipe, recipe_from
 from upswing.recipe.models import NO_POLICY
 
 
@@ -31,12 +31,13 @@ def eval_command(
     samples: Annotated[int, typer.Option(help="Samples a task, with --sampled.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the table.")] = False,
+    unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Measure checkpoints on the same tasks: exact match and F1 with intervals, turns, tool calls; paired tests."""
     run = Path(target) if is_run_folder(Path(target)) else None
     if run is None and recipe is None:
         raise ConfigError(f"'{target}' isn't a run folder, so --recipe is needed: it names the environment")
-    base = load_recipe(recipe or Path(target), overrides or [])
+    base = recipe_of(recipe or Path(target), overrides, unsafe_local=unsafe_local)
     models = checkpoints_of(run, base, stage or []) if run else {target: target}
     if run is None and stage:
         raise ConfigError(f"--stage needs a run folder, but '{target}' isn't one")

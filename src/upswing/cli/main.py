@@ -1,6 +1,4 @@
-"""The command line, one file a verb: `run`, `eval`, `play`, `audit`, `report`, `rescore`, `algorithms`, `tools`.
-
-Heavy imports wait for a verb."""
+"""The command line, one file a verb. Heavy imports wait for a verb."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import typer
 from upswing.cli.algorithms import algorithms_command
 from upswing.cli.audit import audit_command
 from upswing.cli.eval import eval_command
+from upswing.cli.plan import plan_command
 from upswing.cli.play import play_command
 from upswing.cli.report import report_command
 from upswing.cli.rescore import rescore_command
@@ -30,6 +29,7 @@ app.command("run")(run_command)
 app.command("eval")(eval_command)
 app.command("play")(play_command)
 app.command("audit")(audit_command)
+app.command("plan")(plan_command)
 app.command("report")(report_command)
 app.command("rescore")(rescore_command)
 app.command("algorithms")(algorithms_command)

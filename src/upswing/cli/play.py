@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upswing.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, fail, user_command
+from upswing.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, UnsafeLocal, fail, recipe_of, user_command
 from upswing.errors import ConfigError
-from upswing.recipe import Recipe, load_recipe
+from upswing.recipe import Recipe
 
 if TYPE_CHECKING:
     from upswing.envs.base import Environment, Observation
@@ -39,9 +39,10 @@ def play_command(
     split: Annotated[str, typer.Option(help="Split of the task: train, dev or test.")] = "train",
     seed: Annotated[int, typer.Option(help="Seed of the task stream.")] = 0,
     task_index: Annotated[int, typer.Option(min=0, max=10**6, help="Which task of the stream.")] = 0,
+    unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Play a task yourself, as the agent would, and see the reward and why."""
-    config = load_recipe(recipe, overrides or [])
+    config = recipe_of(recipe, overrides, unsafe_local=unsafe_local)
     from upswing.audit import scripted_episode
     from upswing.world import build_world
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from upswing.cli.common import is_run_folder, one_line_errors
+from upswing.cli.common import UnsafeLocal, is_run_folder, one_line_errors, recipe_of
 from upswing.errors import ConfigError
 from upswing.recipe import Recipe, check_same, load_recipe
 
@@ -22,11 +22,12 @@ def run_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the recipe, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the final table.")] = False,
+    unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Run all stages of a recipe. Everything that it does is kept in the run folder."""
     started: list[Path] = []
     with one_line_errors(on_interrupt=lambda: _how_to_resume(started)):
-        config = load_recipe(recipe, overrides or [])
+        config = recipe_of(recipe, overrides, unsafe_local=unsafe_local)
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
 

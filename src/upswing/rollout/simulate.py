@@ -282,7 +282,15 @@ async def _train(world: _World, pace: Pace, steps: int) -> Prediction:
 
 
 def best_split(
-    devices: int, *, plays: Plays, pace: Pace, group_size: int, costs: Costs, slots: int = 64, seed: int = 0
+    devices: int,
+    *,
+    plays: Plays,
+    pace: Pace,
+    group_size: int,
+    costs: Costs,
+    slots: int = 64,
+    steps: int = 12,
+    seed: int = 0,
 ) -> tuple[Layout, Prediction]:
     """The number of engines among `devices` with the shortest step: the optimum is where neither side waits for the
     other, so a search by halves finds it."""
@@ -292,7 +300,7 @@ def best_split(
         if engines not in tried:
             layout = Layout(engines=engines, learners=devices - engines, slots=slots)
             tried[engines] = simulate(
-                plays=plays, pace=pace, group_size=group_size, costs=costs, layout=layout, seed=seed
+                plays=plays, pace=pace, group_size=group_size, costs=costs, layout=layout, steps=steps, seed=seed
             )
         return tried[engines].step_s
 

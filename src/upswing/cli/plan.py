@@ -1,0 +1,211 @@
+"""`upswing plan`: how long a step would take on how many devices, by simulation."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from upswing.cli.common import check_run_folder, user_command
+from upswing.errors import ConfigError
+
+if TYPE_CHECKING:
+    import random
+
+    from rich.table import Table
+
+    from upswing.rollout.simulate import Costs, Layout, Plays, Prediction, Turn
+    from upswing.trajectory.types import Trajectory
+
+MFU = 0.4
+"""Share of a device's peak that training is assumed to reach."""
+
+
+Run = Annotated[
+    Path | None, typer.Argument(help="A run folder to take trajectories, costs, batch and group size from.")
+]
+Devices = Annotated[int, typer.Option(min=2, help="Devices for engines and learners together.")]
+Batch = Annotated[int, typer.Option(min=1, help="Tasks a step.")]
+Group = Annotated[int, typer.Option(min=1, help="Trajectories a task.")]
+Staleness = Annotated[int, typer.Option(min=1, help="max_staleness of the asynchronous rows.")]
+Slots = Annotated[int, typer.Option(min=1, help="Completions an engine runs at once.")]
+Turns = Annotated[int, typer.Option(min=1, help="Most turns of a trajectory.")]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
+TurnTokens = Annotated[float, typer.Option(min=1, help="Median tokens sampled a turn.")]
+TurnSpread = Annotated[float, typer.Option(min=0, help="Deviation of their logarithm.")]
+ResultTokens = Annotated[int, typer.Option(min=0, help="Tokens of a tool's result.")]
+ToolS = Annotated[float, typer.Option(min=0, help="Median seconds of a tool call.")]
+ToolSpread = Annotated[float, typer.Option(min=0, help="Deviation of their logarithm.")]
+Parameters = Annotated[float, typer.Option(min=1, help="Of the model.")]
+Bandwidth = Annotated[float, typer.Option(min=1, help="Bytes/s that a device reads weights with (bf16).")]
+Flops = Annotated[float, typer.Option(min=1, help="Peak FLOP/s of a device.")]
+SyncS = Annotated[float, typer.Option(min=0, help="Seconds to give the engines new weights.")]
+EngineStepS = Annotated[float | None, typer.Option(min=1e-9, help="Measured: an engine's step with one completion.")]
+EngineRowS = Annotated[float | None, typer.Option(min=0, help="Measured: more for each further completion.")]
+TrainTokensPerS = Annotated[
+    float | None, typer.Option(min=1e-9, help="Measured: tokens a learner device learns from in a second.")
+]
+Steps = Annotated[int, typer.Option(min=3, help="Steps to simulate.")]
+Seed = Annotated[int, typer.Option(help="Of the drawn lengths.")]
+
+
+@user_command
+def plan_command(
+    run: Run = None,
+    devices: Devices = 8,
+    batch: Batch = 64,
+    group: Group = 8,
+    staleness: Staleness = 2,
+    slots: Slots = 64,
+    turns: Turns = 3,
+    prompt_tokens: PromptTokens = 500,
+    turn_tokens: TurnTokens = 200,
+    turn_spread: TurnSpread = 1.0,
+    result_tokens: ResultTokens = 200,
+    tool_s: ToolS = 1.0,
+    tool_spread: ToolSpread = 1.0,
+    parameters: Parameters = 7e9,
+    bandwidth: Bandwidth = 3e12,
+    flops: Flops = 9e14,
+    sync_s: SyncS = 2.0,
+    engine_step_s: EngineStepS = None,
+    engine_row_s: EngineRowS = None,
+    train_tokens_per_s: TrainTokensPerS = None,
+    steps: Steps = 12,
+    seed: Seed = 0,
+) -> None:
+    """Predict step time, utilisation and staleness: synchronous, one step off and asynchronous.
+
+    The scheduler is training's own; only what takes time is simulated. Costs come from a run, from what you measured,
+    or from the model and the device (weights read once a step; 2 FLOP a parameter and token, at 40 % of the peak).
+    """
+    from upswing.monitor.progress import Progress
+    from upswing.rollout.simulate import Costs, lognormal_plays
+
+    token_s = 2 * parameters / flops
+    costs = Costs(
+        step_s=engine_step_s or 2 * parameters / bandwidth,
+        row_s=token_s if engine_row_s is None else engine_row_s,
+        prefill_token_s=token_s / MFU,
+        train_token_s=1 / train_tokens_per_s if train_tokens_per_s else 3 * token_s / MFU,
+        sync_s=sync_s,
+    )
+    if run is None:
+        plays = lognormal_plays(
+            turns=turns,
+            prompt_tokens=prompt_tokens,
+            turn_tokens=turn_tokens,
+            turn_spread=turn_spread,
+            tool_s=tool_s,
+            tool_spread=tool_spread,
+            result_tokens=result_tokens,
+        )
+    else:
+        plays, costs, batch, group = measured(run, slots)
+        Progress().note(
+            f"{run}: {batch} tasks x {group}; an engine's step {costs.step_s:.3g} s + {costs.row_s:.2g} s a row"
+        )
+    log.table(
+        _table(
+            compared(
+                devices, batch, staleness, slots, plays=plays, group_size=group, costs=costs, seed=seed, steps=steps
+            )
+        )
+    )
+
+
+def compared(devices: int, batch: int, staleness: int, slots: int, **same: Any) -> list[tuple[str, Layout, Prediction]]:
+    """(what, layout, prediction) of the synchronous and the asynchronous loops; `same` goes to `simulate`."""
+    from upswing.rollout.scheduler import Pace
+    from upswing.rollout.simulate import Layout, best_split, simulate
+
+    together = Layout(engines=devices, learners=devices, slots=slots, shared=True)
+    rows = [("synchronous, devices take turns", together, simulate(pace=Pace(batch=batch), layout=together, **same))]
+    for label, lag in (("synchronous, split", 0), ("one step off", 1), (f"asynchronous, {staleness}", staleness)):
+        layout, found = best_split(devices, slots=slots, pace=Pace(batch=batch, max_staleness=lag), **same)
+        rows.append((label, layout, found))
+    return rows
+
+
+def _table(rows: Sequence[tuple[str, Layout, Prediction]]) -> Table:
+    from rich.table import Table
+
+    table = Table("", "engines", "learners", "step s", "x", "tokens/s", "engines busy", "learners busy", "staleness")
+    for label, layout, found in rows:
+        table.add_row(
+            label,
+            *(str(number) for number in (layout.engines, layout.learners)),
+            f"{found.step_s:.3g}",
+            f"{rows[0][2].step_s / found.step_s:.2f}",
+            f"{found.sampled_tokens_per_s:.4g}",
+            f"{100 * found.engine_busy:.0f} %",
+            f"{100 * found.learner_busy:.0f} %",
+            f"{found.staleness:.2f} (max {found.max_staleness})",
+        )
+    return table
+
+
+def measured(run: Path, slots: int) -> tuple[Plays, Costs, int, int]:
+    """Trajectories, costs, batch and group size of a run's newest rl stage.
+
+    A trajectory's turns and tool times are drawn from those that were played. The engine's time is fitted: a row and a
+    prompt token cost a fiftieth of a step, and a step what makes a simulated rollout as long as the median one was.
+    """
+    check_run_folder(run)
+    from upswing.monitor.metrics import MetricsLog
+    from upswing.recipe import RlStage, load_recipe
+    from upswing.rollout.scheduler import Pace
+    from upswing.rollout.simulate import Costs, Layout, simulate
+    from upswing.trajectory.store import TrajectoryStore
+
+    stages = [stage for stage in load_recipe(run).stages if isinstance(stage, RlStage)]
+    rows = {stage.name: [row for row in MetricsLog(run).read(stage.name) if "rollout_s" in row] for stage in stages}
+    stage = next((stage for stage in reversed(stages) if rows[stage.name]), None)
+    if stage is None:
+        raise ConfigError(f"'{run}' has no finished step of an rl stage to measure")
+    played = [one.trajectory for one in TrajectoryStore(run / "trajectories").read(stage.name)]
+    drawn = [turns for turns in map(_turns, played) if turns]
+    if not drawn:
+        raise ConfigError(f"'{run}' has no stored trajectories of '{stage.name}' to measure")
+
+    def plays(rng: random.Random) -> Sequence[Turn]:
+        return rng.choice(drawn)
+
+    def median(key: str) -> float:
+        return statistics.median(float(row.get(key, 0.0)) for row in rows[stage.name])
+
+    tokens = statistics.fmean(sum(t.new_tokens + t.sampled_tokens for t in turns) for turns in drawn)
+    train = median("update_s") / (tokens * stage.tasks_per_step * stage.group_size)
+
+    def costs(step_s: float) -> Costs:
+        return Costs(
+            step_s=step_s, row_s=step_s / 50, prefill_token_s=step_s / 50, train_token_s=train, sync_s=median("sync_s")
+        )
+
+    low, high = 1e-6, 10.0
+    layout, pace = Layout(engines=1, learners=1, slots=slots), Pace(batch=stage.tasks_per_step)
+    for _ in range(12):
+        middle = math.sqrt(low * high)
+        found = simulate(
+            plays=plays, pace=pace, group_size=stage.group_size, costs=costs(middle), layout=layout, steps=4
+        )
+        low, high = (middle, high) if found.wait_s < median("rollout_s") else (low, middle)
+    return plays, costs(math.sqrt(low * high)), stage.tasks_per_step, stage.group_size
+
+
+def _turns(trajectory: Trajectory) -> list[Turn]:
+    """A trajectory as turns; the environment's time is shared out evenly over those that it answered."""
+    from upswing.rollout.simulate import Turn
+
+    turns: list[Turn] = []
+    for branch in trajectory.branches:
+        for number in sorted(set(branch.turn[branch.sampled].tolist())):
+            own = branch.turn == number
+            sampled = int((own & branch.sampled).sum())
+            turns.append(Turn(new_tokens=int(own.sum()) - sampled, sampled_tokens=sampled))
+    env_s = float(trajectory.timing.get("env_s", 0.0)) / max(1, len(turns))
+    return [Turn(new_tokens=t.new_tokens, sampled_tokens=t.sampled_tokens, tool_s=env_s) for t in turns]

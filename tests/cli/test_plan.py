@@ -1,0 +1,84 @@
+"""`upswing plan`: the simulator's table, and costs taken from a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from upswing.cli.main import app
+from upswing.cli.plan import measured
+from upswing.recipe import recipe_from
+from upswing.rollout.scheduler import Pace
+from upswing.rollout.simulate import Layout, simulate
+from upswing.trajectory.store import TrajectoryStore
+from upswing.trajectory.types import Branch, Message, Outcome, StopReason, Task, Trajectory
+
+
+def a_run(folder: Path) -> Path:
+    """A run whose rollouts took 12 s and whose updates 4 s: two turns, 10 and 20 tokens sampled after 30 and 5 new."""
+    recipe = recipe_from(
+        {
+            "name": "r",
+            "model": "tiny",
+            "env": "lookup",
+            "verifiers": ["strict_match"],
+            "stages": [{"stage": "rl", "steps": 2, "tasks_per_step": 2, "group_size": 2, "eval_every": 0}],
+        }
+    )
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(recipe.dump())
+    rows = [{"stage": "rl", "step": i, "rollout_s": 12.0, "update_s": 4.0, "sync_s": 0.5} for i in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampled = np.array([False] * 30 + [True] * 10 + [False] * 5 + [True] * 20)
+    branch = Branch(
+        tokens=np.ones(65, np.int32),
+        sampled=sampled,
+        engine_logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
+        policy_version=np.where(sampled, 1, -1).astype(np.int32),
+        turn=np.array([0] * 40 + [1] * 25, np.int16),
+    )
+    question = (Message(role="user", content="q"),)
+    one = Trajectory(
+        id="t",
+        task=Task(id="t", messages=question),
+        branches=(branch,),
+        messages=question,
+        outcome=Outcome.COMPLETED,
+        stop_reason=StopReason.ANSWERED,
+        num_turns=2,
+        timing={"env_s": 3.0},
+    )
+    TrajectoryStore(folder / "trajectories").append("rl", 1, [one])
+    return folder
+
+
+def test_costs_are_fitted_to_what_the_run_took(tmp_path: Path) -> None:
+    plays, costs, batch, group = measured(a_run(tmp_path / "run"), 64)
+    assert (batch, group) == (2, 2)
+    found = simulate(
+        plays=plays, pace=Pace(batch=2), group_size=2, costs=costs, layout=Layout(engines=1, learners=1), steps=6
+    )
+    assert found.wait_s == pytest.approx(12.0, rel=0.01)
+    assert found.update_s == pytest.approx(4.0)
+    assert found.step_s == pytest.approx(16.5, rel=0.01)
+
+
+def test_a_run_can_be_planned_for_more_devices(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["plan", str(a_run(tmp_path / "run")), "--devices", "4", "--steps", "6"])
+    assert found.exit_code == 0, found.output
+    assert "synchronous" in found.output and "one step off" in found.output
+
+
+def test_without_a_run_the_model_and_the_device_say_what_it_costs() -> None:
+    found = CliRunner().invoke(app, ["plan", "--devices", "4", "--batch", "4", "--steps", "6"])
+    assert found.exit_code == 0, found.output
+    assert "asynchronous, 2" in found.output
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert found.exit_code == 2 and "isn't a run folder" in found.output
