@@ -110,6 +110,12 @@ RUBBISH: dict[str, Callable[[], Any]] = {
     "content None": said(content=None),
     "content bytes": said(content=b"heard"),
     "name 3": said(name=3),
+    "reward NaN": lambda: Observation(reward=math.nan),
+    "reward infinite": lambda: Observation(done=True, reward=-math.inf, answer=GOLD),
+    "reward too large": lambda: Observation(reward=10**400),
+    "arguments of objects": recorded(call=ToolCall(name="look", arguments={"at": object()})),
+    "call None": recorded(call=None),
+    "result None": recorded(result=None),
     "reward None": lambda: Observation(reward=None),  # type: ignore[arg-type]
     "reward text": lambda: Observation(reward="1"),  # type: ignore[arg-type]
     "records of text": lambda: Observation(tool_records=("x",)),  # type: ignore[arg-type]
@@ -122,7 +128,8 @@ STATES: dict[str, Callable[[], Any]] = {
     "state of objects": lambda: {"seed": object()},
     "state of sets": lambda: {"rows": [{1, 2}]},
     "state of numbers": lambda: {1: 2},
-    "state raises": raising(lambda: OSError("no state")),
+    **RAISED,
+    **HANGS,
 }
 ODD: dict[str, Callable[[], Any]] = {
     # Strange, but a trajectory can go on with it: not a fault.
@@ -146,7 +153,6 @@ VERDICTS: dict[str, Callable[[], Any]] = {
     "Score of parts None": lambda: Score(value=1.0, components=None),  # type: ignore[arg-type]
 }
 FAULTS: dict[str, dict[str, Any]] = {
-    "make": {"raises": raising(lambda: ConnectionError("no database"))},
     "reset": {**RAISED, **HANGS, **RUBBISH},
     "step": {**RAISED, **HANGS, **RUBBISH},
     "state": STATES,
@@ -182,7 +188,7 @@ class Faulty(Environment):
         number = self.ledger.made + self.ledger.unmakeable
         if random.Random(f"make {number}").random() < RATE / 4:
             self.ledger.unmakeable += 1
-            raise ConnectionError("no database")
+            raise (ConnectionError("no database"), SystemExit(3), GeneratorExit())[number % 3]
         self.ledger.made += 1
         self.ledger.alive.add(self)
         self.calls, self.seed = 0, -1
@@ -219,7 +225,10 @@ class Faulty(Environment):
 
     def state(self) -> Mapping[str, Any]:
         kind = self.fault("state")
-        return {"seed": self.seed} if kind is None else STATES[kind]()
+        if kind is None:
+            return {"seed": self.seed}
+        action = STATES[kind]
+        return (action[0] if isinstance(action, tuple) else action)()
 
 
 class Plain(Faulty):

@@ -84,16 +84,9 @@ def plan_command(
     or from the model and the device (weights read once a step; 2 FLOP a parameter and token, at 40 % of the peak).
     """
     from upswing.monitor.progress import Progress
-    from upswing.rollout.simulate import Costs, lognormal_plays
+    from upswing.rollout.simulate import lognormal_plays
 
-    token_s = 2 * parameters / flops
-    costs = Costs(
-        step_s=engine_step_s or 2 * parameters / bandwidth,
-        row_s=token_s if engine_row_s is None else engine_row_s,
-        prefill_token_s=token_s / MFU,
-        train_token_s=1 / train_tokens_per_s if train_tokens_per_s else 3 * token_s / MFU,
-        sync_s=sync_s,
-    )
+    costs = assumed(parameters, bandwidth, flops, sync_s, engine_step_s, engine_row_s, train_tokens_per_s)
     if run is None:
         plays = lognormal_plays(
             turns=turns,
@@ -109,12 +102,30 @@ def plan_command(
         Progress().note(
             f"{run}: {batch} tasks x {group}; an engine's step {costs.step_s:.3g} s + {costs.row_s:.2g} s a row"
         )
-    log.table(
-        _table(
-            compared(
-                devices, batch, staleness, slots, plays=plays, group_size=group, costs=costs, seed=seed, steps=steps
-            )
-        )
+    same = {"plays": plays, "group_size": group, "costs": costs, "seed": seed, "steps": steps}
+    rows = compared(devices, batch, staleness, slots, **same)
+    Progress().table(_table(rows))
+
+
+def assumed(
+    parameters: float,
+    bandwidth: float,
+    flops: float,
+    sync_s: float,
+    engine_step_s: float | None,
+    engine_row_s: float | None,
+    train_tokens_per_s: float | None,
+) -> Costs:
+    """Costs from the model and the device where nothing was measured."""
+    from upswing.rollout.simulate import Costs
+
+    token_s = 2 * parameters / flops
+    return Costs(
+        step_s=engine_step_s or 2 * parameters / bandwidth,
+        row_s=token_s if engine_row_s is None else engine_row_s,
+        prefill_token_s=token_s / MFU,
+        train_token_s=1 / train_tokens_per_s if train_tokens_per_s else 3 * token_s / MFU,
+        sync_s=sync_s,
     )
 
 

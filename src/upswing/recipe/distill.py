@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from upswing.recipe.fields import Count, Text
-from upswing.recipe.rl import RlBase
+from upswing.recipe.rl_base import RlBase
 
 
 class DistillStage(RlBase):

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from upswing.seeding import derive_seed
 from upswing.trajectory.conversation import Conversation
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import plain
-from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
+from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord, Trajectory
 from upswing.trajectory.validate import STOP_REASONS, validate
 from upswing.verify.deadline import call_env
 
@@ -180,8 +181,8 @@ def _problem_of(seen: Any) -> str | None:
     """What is wrong with what an environment returned, as `<got>; <what to do>`; None when it can be used."""
     if not isinstance(seen, Observation):
         return f"{type(seen).__name__}; return an Observation"
-    if not isinstance(seen.reward, int | float) and not hasattr(seen.reward, "__float__"):
-        return f"the reward {seen.reward!r}; it must be a number"
+    if not hasattr(seen.reward, "__float__") or not math.isfinite(seen.reward):
+        return f"the reward {seen.reward!r}; it must be a number, and finite"
     if not isinstance(seen.answer, str | None):
         return f"the answer {seen.answer!r}; it must be text or None"
     endings = [reason for reason in StopReason if reason not in (StopReason.ERROR, StopReason.CANCELLED)]
@@ -191,6 +192,10 @@ def _problem_of(seen: Any) -> str | None:
         wrong = next((item for item in items if not isinstance(item, kind)), None)
         if wrong is not None:
             return f"{wrong!r:.80} where a {kind.__name__} belongs"
+    for record in seen.tool_records:
+        if not isinstance(record.call, ToolCall) or not isinstance(record.result, str):
+            return f"{record!r:.80}; its call must be a ToolCall and its result text"
+        plain(record, "tool_record")  # raises TypeError: what can't be stored is this trajectory's end, not the run's
     return None
 
 
@@ -213,8 +218,9 @@ async def play(
         env = make_env()
         async with deadline:
             await game.run(env, renderer, end_tokens)
-        game.state = plain(dict(env.state()), "state")  # what can't be stored is this trajectory's end, not the run's
-    except Exception as problem:
+        state = await call_env(env.state, timeout_s=limits.env_timeout_s)
+        game.state = plain(dict(state), "state")  # what can't be stored is this trajectory's end, not the run's
+    except (Exception, SystemExit, GeneratorExit) as problem:
         # Only the rollout's own deadline truncates, and only what had begun; any other timeout is somebody's fault.
         if isinstance(problem, TimeoutError) and deadline.expired() and game.turns:
             game.stop_reason = StopReason.TIMEOUT

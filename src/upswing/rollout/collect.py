@@ -23,6 +23,7 @@ from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
 from upswing.verify import Rubric
 from upswing.verify.base import Episode
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.functions import finite
 
 OnDone = Callable[[Trajectory], None]
@@ -174,12 +175,11 @@ async def judge(trajectory: Trajectory, rubric: Scorer, timeout_s: float) -> Sco
     if trajectory.outcome in (Outcome.ERRORED, Outcome.CANCELLED):
         return None
     try:
-        score = await asyncio.wait_for(rubric.score(Episode.of(trajectory)), timeout_s)
-    except TimeoutError:
-        score = Score(value=None, reason=f"scoring took longer than {timeout_s:g} s")
+        return finite(await call_with_deadline(rubric.score, {"episode": Episode.of(trajectory)}, timeout_s))
+    except DeadlineExceeded:
+        return Score(value=None, reason=f"scoring took longer than {timeout_s:g} s")
     except Exception as problem:
-        score = Score(value=None, reason=f"{type(problem).__name__}: {problem}")
-    return finite(score)
+        return Score(value=None, reason=f"{type(problem).__name__}: {problem}")
 
 
 async def judge_group(trajectories: Sequence[Trajectory], rubric: Scorer, timeout_s: float) -> tuple[Trajectory, ...]:

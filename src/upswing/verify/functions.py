@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import inspect
@@ -16,7 +15,7 @@ from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
 from upswing.verify import actions, code, forms, http, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, in_turn
 from upswing.verify.text import TimedReader
 from upswing.verify.worker import MAX_WORKERS
 
@@ -82,7 +81,7 @@ class Verifier:
                 return to_score(self.function(**kwargs))
             if isinstance(self.function, TimedReader):  # its worker keeps its time; waiting for one isn't on the clock
                 call = functools.partial(self.function, **kwargs)
-                return to_score(await asyncio.get_running_loop().run_in_executor(_WAITERS, call))
+                return to_score(await in_turn(_WAITERS, call))
             return to_score(await call_with_deadline(self.function, kwargs, self.timeout_s))
         except DeadlineExceeded as error:
             return Score(value=None, reason=f"took longer than {self.timeout_s:g} s ({error})")
