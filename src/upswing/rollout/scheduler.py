@@ -9,6 +9,9 @@ How many may be started (AReaL, arXiv 2505.24298, section 5.1, in groups): befor
 
 so what waits in the buffer counts too, and a learner that is slow holds the engine back. With `max_staleness` 0 the
 next batch starts only after the update: that is the synchronous loop.
+
+Whoever was started first is learned from first. A group that is played again is waited for before it is too old once
+more: tasks that take long must not vanish.
 """
 
 from __future__ import annotations
@@ -22,10 +25,6 @@ from typing import Any, Generic, Literal, TypeVar
 T = TypeVar("T")
 Play = Callable[[int, int], Awaitable[T]]
 """`play(number, attempt)`: the group of that number; `attempt` counts from 0, for a seed of its own."""
-MAX_CANCELS = 1
-"""How often a group may be cancelled for being late. Then it is waited for: long tasks must not vanish."""
-MAX_REQUEUES = 2
-"""How often a stale group is played again. Then it is dropped: its tasks may take longer than it may be old."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,8 @@ class _Open:
     """A group that was started and not yet learned from."""
 
     attempt: int = 0
-    cancels: int = 0
+    begun: int = 0
+    """The version that it was started at."""
     task: asyncio.Task[Any] | None = None
     """None: it waits to be started (again)."""
 
@@ -94,17 +94,18 @@ class Scheduler(Generic[T]):
     staleness: Callable[[T], int]
     version: int = 0
     state_before: Mapping[str, Any] | None = None
-    max_groups: int | None = None
-    """Groups in play at once; None: as many as the pace allows."""
     _open: dict[int, _Open] = field(default_factory=dict)
     _waiting: list[int] = field(default_factory=list)
     """A heap: open groups to be started (again)."""
     _ready: set[int] = field(default_factory=set)
     """Finished and not too old."""
+    _broken: set[int] = field(default_factory=set)
+    """Ended with an error."""
     _owed: set[int] = field(default_factory=set)
-    """In play, and cancelled before as often as may be."""
+    """In play again, and too old after the next update: to be waited for."""
+    _learning: dict[int, _Open] = field(default_factory=dict)
+    """Taken, and not yet learned from."""
     _next: int = 0
-    _running: int = 0
     _taken: int = 0
     _allowed: int = 0
     _first: int = 0
@@ -117,8 +118,8 @@ class Scheduler(Generic[T]):
         self._first = self.version
         before = self.state_before or {}
         self._next = int(before.get("next", self.version * self.pace.batch))
-        for number, attempt, cancels in before.get("open", ()):
-            self._open[number] = _Open(attempt=attempt, cancels=cancels)
+        for number, attempt in before.get("open", ()):
+            self._open[number] = _Open(attempt=attempt)
             heapq.heappush(self._waiting, number)
 
     # -- the learner's side -----------------------------------------------------------------------------------------
@@ -126,19 +127,23 @@ class Scheduler(Generic[T]):
     async def take(self, *, more: bool = False) -> Taken[T]:
         """The next batch of whole groups, the oldest that are finished, in the order of their numbers.
 
-        `more`: a further batch for the same update (dynamic sampling). Raises what `play` raised.
+        `more`: a further batch for the same update (dynamic sampling). Raises what `play` raised once no full batch is
+        left of groups that were started before.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         if more:
             self._allowed += self.pace.batch
         self._fill()
+        self._owed = {number for number, one in self._open.items() if self._is_owed(one)}
         while len(self._ready) < self.pace.batch or self._owed:
+            self._raise_needed()
             self._changed.clear()
             await self._changed.wait()
-        numbers = tuple(sorted(self._ready)[: self.pace.batch])
+        numbers = tuple(sorted(sorted(self._ready, key=self._age)[: self.pace.batch]))
         self._ready.difference_update(numbers)
-        groups = tuple(self._result(self._open.pop(number)) for number in numbers)
+        self._learning |= (taken := {number: self._open.pop(number) for number in numbers})
+        groups = tuple(self._result(one) for one in taken.values())
         self._taken += len(numbers)
         if self.pace.oversample and self.pace.max_staleness == 0:
             self._cancel_late()
@@ -148,14 +153,16 @@ class Scheduler(Generic[T]):
     def advance(self) -> None:
         """An update was made and the engine has its weights: sort out what is stale now, and go on."""
         self.version += 1
+        self._learning.clear()
         for number in [number for number in self._ready if self._is_stale(self._open[number])]:
             self._turn_away(number)
         if self.pace.max_staleness:  # else the next `take` does, so that nothing is in play between two steps
             self._fill()
 
     def state(self) -> dict[str, Any]:
-        """JSON for a checkpoint. Call it between `take` and the next one, when what was taken has been learned from."""
-        return {"next": self._next, "open": [[n, one.attempt, one.cancels] for n, one in sorted(self._open.items())]}
+        """JSON for a checkpoint of the weights after the last `advance`: what was taken since then is open, too."""
+        groups = sorted((self._open | self._learning).items())
+        return {"next": self._next, "open": [[number, one.attempt] for number, one in groups]}
 
     async def close(self) -> None:
         """Cancel what is in play; returns when it has ended."""
@@ -169,8 +176,7 @@ class Scheduler(Generic[T]):
         """Groups that may be started now."""
         pace, begun = self.pace, self._taken + len(self._open) - len(self._waiting)
         updates = self.version - self._first
-        ahead = (pace.max_staleness + updates + 1) * pace.batch + self._allowed + pace.oversample - begun
-        return ahead if self.max_groups is None else min(ahead, self.max_groups - self._running)
+        return (pace.max_staleness + updates + 1) * pace.batch + self._allowed + pace.oversample - begun
 
     def _fill(self) -> None:
         for _ in range(self._capacity()):
@@ -180,20 +186,18 @@ class Scheduler(Generic[T]):
                 number, self._next = self._next, self._next + 1
                 self._open[number] = _Open()
             one = self._open[number]
-            if one.cancels >= MAX_CANCELS:
-                self._owed.add(number)
+            one.begun = self.version
             one.task = asyncio.ensure_future(self.play(number, one.attempt))
-            self._running += 1
             one.task.add_done_callback(lambda task, number=number: self._on_done(number, task))  # type: ignore[misc]
 
     def _on_done(self, number: int, task: asyncio.Future[Any]) -> None:
         self._ending.discard(task)
-        self._running -= 1
         one = self._open.get(number)
         if one is not None and one.task is task:
             self._owed.discard(number)
-            self._ready.add(number)
-            if self._is_stale(one):
+            failed = task.cancelled() or task.exception() is not None
+            (self._broken if failed else self._ready).add(number)
+            if not failed and self._is_stale(one):
                 self._turn_away(number)
             self._fill()
         self._changed.set()
@@ -203,17 +207,30 @@ class Scheduler(Generic[T]):
         assert one.task is not None
         return one.task.result()
 
+    def _raise_needed(self) -> None:
+        """What a group raised, unless a batch can still be had of groups before it."""
+        if self._broken:
+            for number in sorted(self._open, key=self._age)[: self.pace.batch]:
+                if number in self._broken:
+                    self._result(self._open[number])
+
+    def _age(self, number: int) -> tuple[int, int]:
+        """Sorts by who was started first; who waits to be started comes last."""
+        one = self._open[number]
+        return self.version + 1 if one.task is None else one.begun, number
+
+    def _is_owed(self, one: _Open) -> bool:
+        playing = one.task is not None and not one.task.done()
+        return playing and one.attempt > 0 and one.begun + self.pace.max_staleness <= self.version
+
     def _is_stale(self, one: _Open) -> bool:
-        """Of a finished group; one that broke is not: its error is for `take` to raise."""
-        assert one.task is not None
-        if self.pace.stale == "keep" or one.task.cancelled() or one.task.exception() is not None:
-            return False
-        return self.staleness(one.task.result()) > self.pace.max_staleness
+        """Of a finished group."""
+        return self.pace.stale != "keep" and self.staleness(self._result(one)) > self.pace.max_staleness
 
     def _turn_away(self, number: int) -> None:
         """A finished group that is too old."""
         self._ready.discard(number)
-        if self.pace.stale == "drop" or self._open[number].attempt >= MAX_REQUEUES:
+        if self.pace.stale == "drop":
             del self._open[number]
             self._counts.dropped += 1
             return
@@ -226,11 +243,10 @@ class Scheduler(Generic[T]):
         self._counts.requeued += 1
 
     def _cancel_late(self) -> None:
-        """Those that others have overtaken; a group that was cancelled before is waited for the next time."""
+        """Those that others have overtaken; the next time they are waited for."""
         for number, one in self._open.items():
-            if one.task is not None and not one.task.done() and one.cancels < MAX_CANCELS:
+            if one.task is not None and not one.task.done():
                 self._cancel(one)
-                one.cancels += 1
                 self._counts.cancelled += 1
                 self._requeue(number)
 

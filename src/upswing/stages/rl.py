@@ -221,12 +221,10 @@ class _Tasks:
             del self._made[number]
 
 
-def _oldest(group: Group) -> int | None:
-    """The policy version of a group's oldest sampled token."""
-    versions = [
-        int(b.policy_version[b.sampled].min()) for t in group.trajectories for b in t.branches if b.sampled.any()
-    ]
-    return min(versions, default=None)
+def _age(group: Group, now: int) -> int:
+    """Updates since the oldest of a group's tokens was sampled."""
+    branches = [branch for t in group.trajectories for branch in t.branches if branch.sampled.any()]
+    return max((now - int(b.policy_version[b.sampled].min()) for b in branches), default=0)
 
 
 def _staleness(groups: Sequence[Group], now: int, counts: Counts) -> dict[str, float]:
@@ -355,7 +353,7 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
     training.scheduler = Scheduler(
         play=partial(_play, context, stage, training),
         pace=pace,
-        staleness=lambda group: context.engine.version - (_oldest(group) or context.engine.version),
+        staleness=lambda group: _age(group, context.engine.version),
         version=training.step,
         state_before=method.learner.extra.get("scheduler"),
     )
