@@ -32,6 +32,9 @@ SAME = [
     (r"\sin^2 x", r"1-\cos^2 x"),
     ("5", "x=5"),
     ("x=5", "5"),
+    ("x=5", "x=10/2=5"),
+    ("1/2", r"x=\frac12=0.5"),
+    ("x=y=2", "x=y=2"),
     ("y=2x+1", "2x-y+1=0"),
     ("x<5", "5>x"),
     ("x<5", "2x<10"),
@@ -77,6 +80,12 @@ DIFFERENT = [
     ("(1,2)", "(1,2,3)"),
     ("x=5", "y=5"),
     ("x^2=-1", "x^2=-4"),
+    ("x=5", "x=5 x=5"),
+    ("x=5", "x=5x=5"),
+    ("x=0", "x=0x=0"),
+    ("x=5", "x=4=5"),
+    ("y=2x+1", "y=2x+1 y=2x+1"),
+    ("x<1", "x<0.5<1.5"),
     ("x<5", "x>5"),
     ("x<5", r"x\le 5"),
     ("1<x<3", "1<x<4"),
@@ -114,7 +123,7 @@ def test_what_math_verify_sees_is_seen(gold, answer):
     from math_verify import parse as theirs
 
     known = {"1e3", "−5", "(1+2i)(1-2i)", r"e^{i\pi}", r"\frac{\sqrt{3}}{2}", r"$\frac{\pi}{2}$", "2-e^{-1}", "2x<10"}
-    known |= {r"\varnothing", "5", r"\text{yes}", r"10\,000"}
+    known |= {r"x=\frac12=0.5", r"\varnothing", "5", r"\text{yes}", r"10\,000"}
     sides = [theirs(f"${x.strip('$')}$", [LatexExtractionConfig()], parsing_timeout=5) for x in (gold, answer)]
     assert verify(*sides) or answer in known
 

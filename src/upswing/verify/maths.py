@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,23 @@ def parse(text: str) -> Any:
     if found is sympy.S.EmptySet and "emptyset" not in text:
         return None  # an "interval" whose ends are the wrong way round
     exact = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
-    return found.xreplace(exact | {symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"})
+    exact |= {symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"}
+    try:
+        return _shortened(found, exact) if isinstance(found, sympy.And) else found.xreplace(exact)
+    except AttributeError:  # a chain of relations that becomes a single one
+        return None
+
+
+def _shortened(chain: Any, exact: Mapping[Any, Any]) -> Any:
+    """x = c of x = b = c where b is c, such as x = 10/2 = 5; any other chain as it is."""
+    import sympy
+
+    if all(isinstance(one, sympy.Eq) for one in chain.args):
+        parts = chain._unsorted_args
+        first, *others = (side.xreplace(exact) for side in (parts[0].lhs, *(one.rhs for one in parts)))
+        if all(same(others[-1], one) and not one.has(first) for one in others):
+            return sympy.Eq(first, others[-1])
+    return chain.xreplace(exact)
 
 
 def same(gold: Any, said: Any) -> bool:
@@ -130,7 +146,7 @@ def same(gold: Any, said: Any) -> bool:
     other_kind, others = _members(said)
     if kind and other_kind:
         return kind == other_kind and all(map(same, members, others))
-    if isinstance(said, relations) != isinstance(gold, relations) and not isinstance(said, sp.Set):
+    if any(isinstance(said, one) != isinstance(gold, one) for one in relations) and not isinstance(said, sp.Set):
         return False
     return bool(verify(gold, said, float_rounding=30, numeric_precision=60, timeout_seconds=None, raise_on_error=True))
 
