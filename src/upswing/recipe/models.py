@@ -108,7 +108,14 @@ class DatasetSection(Section):
 class EngineSection(Section):
     """The engine that samples."""
 
-    kind: Literal["torch"] = Field(default="torch", description="The embedded engine.")
+    kind: Literal["torch", "vllm"] = Field(
+        default="torch", description="The embedded engine (torch), or a vLLM server that you started (vllm)."
+    )
+    url: Text | None = Field(default=None, description="Of the vLLM server, such as http://127.0.0.1:8000.")
+    weights_dir: Text | None = Field(
+        default=None,
+        description="Folder that the vLLM server sees too, for new weights; null: memory (/dev/shm), on one machine.",
+    )
     max_slots: Count = Field(
         default=32, description="Trajectories decoded together; each holds a cache, of max_context at most."
     )
@@ -130,6 +137,19 @@ class EngineSection(Section):
         "cache of idle trajectories goes first, then the youngest turn waits, which counts towards "
         "limits.turn_timeout_s, and is computed again.",
     )
+
+    @model_validator(mode="after")
+    def _belongs(self) -> Self:
+        """Keys of the other kind are refused."""
+        if self.kind == "vllm" and self.url is None:
+            raise refuse("url", "got nothing, but kind vllm needs it, such as http://127.0.0.1:8000")
+        own = ("url", "weights_dir")
+        others = own if self.kind == "torch" else ("max_context", "dtype", "prefill_chunk", "quantize", "kv_memory_gb")
+        for key in others:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                where = "is for kind vllm" if self.kind == "torch" else "is for the server to be started with"
+                raise refuse(key, f"got {getattr(self, key)!r} without effect: with kind {self.kind} it {where}")
+        return self
 
 
 class LearnerSection(Section):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from upswing.engine.base import Sampling
 from upswing.engine.torch import TorchEngine
+from upswing.engine.vllm import VllmEngine
 from upswing.envs.base import Environment
 from upswing.learn.lora import add_lora
 from upswing.learn.reward_model import RewardModel, load_reward_model
@@ -31,6 +32,9 @@ from upswing.view.run_folder import read_json, replace_file
 
 STATE = "state.json"
 FINAL = "final"
+
+
+AnyEngine = TorchEngine | VllmEngine
 
 
 class TaskSource:
@@ -99,7 +103,7 @@ class RunContext:
     out: Path
     progress: Progress
     tokenizer: PreTrainedTokenizerBase
-    engine: TorchEngine
+    engine: AnyEngine
     rollouts: Rollouts
     rubric: Rubric
     make_env: Callable[[], Environment]

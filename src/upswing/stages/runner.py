@@ -20,6 +20,7 @@ import transformers
 
 from upswing.engine.int8 import check_int8
 from upswing.engine.torch import TorchEngine
+from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
 from upswing.learn.precision import native_bf16
@@ -41,7 +42,7 @@ from upswing.rollout.agent import make_agent
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
-from upswing.stages.context import RunContext, RunState, TaskSource
+from upswing.stages.context import AnyEngine, RunContext, RunState, TaskSource
 from upswing.stages.distill import check_teacher
 from upswing.stages.evaluate import measure, run_eval
 from upswing.stages.preference import run_preference
@@ -135,8 +136,9 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     """Load the model and put the parts together."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(recipe.seed)
+    engine: AnyEngine | None = _server(recipe)  # before the model: it may not be there
     loaded = load_model(recipe.model)
-    engine = TorchEngine.from_model(
+    engine = engine or TorchEngine.from_model(
         loaded.model,
         tokenizer=loaded.tokenizer,
         max_slots=recipe.engine.max_slots,
@@ -177,6 +179,19 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         compute_dtype=explicit_dtype(recipe.learner.dtype)
         or (torch.bfloat16 if native_bf16(loaded.model.device.type) else torch.float32),
     )
+
+
+def _server(recipe: Recipe) -> VllmEngine | None:
+    """The recipe's vLLM server, if it has one. Raises ConfigError when it isn't there or can't do what is asked."""
+    section = recipe.engine
+    if section.kind != "vllm" or section.url is None:
+        return None
+    engine = VllmEngine.connect(
+        section.url, weights_dir=None if section.weights_dir is None else Path(section.weights_dir)
+    )
+    if any(not isinstance(stage, EvalStage) for stage in recipe.stages):
+        engine.require_training()
+    return engine
 
 
 def explicit_dtype(name: str) -> torch.dtype | None:
