@@ -40,13 +40,13 @@ async def play(script: Any = SCRIPT, *, protocol: str = "tags", **options: Any) 
     tokenizer = tiny_tokenizer()
     renderer = ChatRenderer(tokenizer)
     end = renderer.end_of_turn_id()
-    timeout_s = options.pop("rollout_timeout_s", 20.0)
+    seconds = {"rollout_timeout_s": 20.0} | {k: options.pop(k) for k in list(options) if k.endswith("_timeout_s")}
     parts = Rollouts(
         make_env=Lookup,
         rubric=Rubric([("strict_match", strict_match, 1.0)]),
         renderer=renderer,
         end_tokens=(end,),
-        limits=Limits(turn_tokens=32, context_tokens=400, rollout_timeout_s=timeout_s),
+        limits=Limits(turn_tokens=32, context_tokens=400, **seconds),
         engine=ScriptedEngine(script, tokenizer=tokenizer, end_token=end),
         max_retries=0,
         agent=make_agent(protocol=protocol, tools_in="nowhere", **options),
@@ -161,6 +161,15 @@ async def test_limits_end_a_program(name: str, options: dict[str, Any], stop: St
     assert time.perf_counter() - started < 2.5
 
 
+async def test_a_program_that_hangs_by_itself_is_an_error() -> None:
+    seconds = {"rollout_timeout_s": 2.0, "env_timeout_s": 0.2}
+    hung, _ = await play(["hm"], function=f"{__name__}:hangs", protocol="hermes", **seconds)
+    assert hung.outcome is Outcome.ERRORED and "asked the model nothing" in (hung.error or "")
+    seconds, function = {"rollout_timeout_s": 1.2, "env_timeout_s": 1.1}, f"{__name__}:asks_for_ever"
+    busy, _ = await play(lambda *_: "hm", function=function, protocol="hermes", max_turns=9**9, **seconds)
+    assert (busy.stop_reason, busy.error) == (StopReason.TIMEOUT, None)
+
+
 ASKING = """
 import json, os, sys, urllib.request
 task = json.load(sys.stdin)
@@ -181,6 +190,7 @@ def ask():
         ("ask(); print('7'); print('no key', file=sys.stderr); sys.exit(3)", Outcome.ERRORED, None, "3: no key"),
         ("assert 'gold' not in task; ask(); print('x' * 5_000_000); print('end')", Outcome.COMPLETED, "end", ""),
         ("ask(); os.kill(os.getpid(), 9)", Outcome.ERRORED, None, "ended with -9"),
+        ("ask(); print('a\\u2028b\\x85c')", Outcome.COMPLETED, "a\u2028b\x85c", ""),
     ],
 )
 async def test_commands(code: str, outcome: Outcome, answer: str | None, words: str) -> None:
@@ -207,6 +217,30 @@ pathlib.Path({str(note)!r}).write_text(str(child.pid))
     await asyncio.sleep(0.05)
     state = Path(f"/proc/{note.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z", "its child was ended with it"
+
+
+async def test_a_daemon_that_holds_the_output_costs_neither_the_answer_nor_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upswing.rollout.agent.LAST_WORDS_S", 0.5)
+    code = "import subprocess; ask(); print('7')\nd = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+    code += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(d.pid))"
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        trajectory, _ = await play(["hm"], command=[sys.executable, "-c", ASKING + code], protocol="hermes")
+        assert (trajectory.outcome, trajectory.answer) == (Outcome.COMPLETED, "7"), trajectory.error
+        await asyncio.sleep(0.05)
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), 9)
+
+
+async def test_a_proxy_to_the_internet_does_not_get_what_is_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.2:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    trajectory, _ = await play(["hm"], function=f"{__name__}:ask_once", protocol="hermes")
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 @pytest.mark.parametrize(

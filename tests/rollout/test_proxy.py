@@ -64,6 +64,7 @@ async def test_a_tool_loop_and_what_the_client_is_told(serve) -> None:
     assert "".join(one.token for one in scored) == "<think>easy</think>It is Paris.<|im_end|>"
     assert second.usage.prompt_tokens == len(served.session.engine.calls[1].prompt)
     assert served.session.engine.calls[0].sampling.temperature == 1.0, "the stage decides"
+    assert all(bytes(one.bytes).decode() == one.token for one in scored)
     trajectory = finished(served.session)
     assert (len(trajectory.branches), trajectory.answer) == (1, "It is Paris.")
     assert trajectory.state["ignored_parameters"] == ["seed", "temperature"]
@@ -105,6 +106,16 @@ async def test_a_stream_tells_the_same_as_an_answer_in_one_piece(serve) -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "tool call",
         ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "not as OpenAI's API has it"),
+        ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "not as OpenAI's API has it"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}
+                ]
+            },
+            "RecursionError",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools must be"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}, 3]}, "tools must be"),
     ],
@@ -123,6 +134,24 @@ async def test_harmless_extras_are_let_through(serve) -> None:
     served = serve(["yes"])
     more = {"n": 1, "presence_penalty": 0, "user": "me", "parallel_tool_calls": False, "tool_choice": "required"}
     assert (await served.ask([USER], **more)).choices[0].message.content == "yes"
+    assert finished(served.session).state["ignored_parameters"] == ["parallel_tool_calls", "user"]
+
+
+@pytest.mark.parametrize("more", [{"logprobs": True}, {"stream": True, "stream_options": [1]}])
+async def test_half_characters_and_lone_surrogates_break_nothing(serve, more) -> None:
+    lines: list[Any] = []
+    served = serve(lines)
+    lines.append(served.session.renderer.encode("🎉")[:1])
+    body = {"model": "\ud800", "messages": [{"role": "user", "content": "\ud800"}], "user": "\ud800", **more}
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{served.base_url}/chat/completions", content=json.dumps(body).encode())
+    assert answer.status_code == 200
+    if "stream" in more:
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        [half] = answer.json()["choices"][0]["logprobs"]["content"]
+        assert (half["token"], half["bytes"]) == ("\ufffd", None)
+    assert finished(served.session).messages[0].content == "?"
 
 
 async def test_limits_and_faults_have_the_status_that_clients_know(serve) -> None:

@@ -304,9 +304,10 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str
     return Parameter(name=parameter.name, adapter=adapter, schema=schema, required=required, is_text=is_text)
 
 
-def takes_text(schema: Mapping[str, Any]) -> bool:
+def takes_text(schema: Any) -> bool:
     """Whether a parameter of this schema takes a string."""
-    kinds = [each.get("type") for each in (schema, *schema.get("anyOf", ())) if isinstance(each, Mapping)]
+    options = [schema, *(schema.get("anyOf") or ())] if isinstance(schema, Mapping) else []
+    kinds = [each.get("type") for each in options if isinstance(each, Mapping)]
     return any("string" in kind if isinstance(kind, list) else kind == "string" for kind in kinds)
 
 

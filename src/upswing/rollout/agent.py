@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from upswing.engine.base import Engine, Sampling
+from upswing.envs.parsing import storable
 from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
 from upswing.plugins import load_object
 from upswing.rollout.limits import Limits
@@ -36,6 +37,8 @@ PARAMETERS = ("task", "base_url", "api_key", "model")
 MODEL = "policy"
 MAX_OUTPUT = 1 << 20
 """Bytes kept of the end of what a command prints."""
+LAST_WORDS_S = 5.0
+"""What a command printed is read for so long after its end, when a daemon that it left holds its output open."""
 
 
 class Program(Protocol):
@@ -75,7 +78,7 @@ class FunctionProgram:
 
 class CommandProgram:
     """A command: the task as JSON on stdin, the proxy in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL; the last
-    line that isn't blank on stdout is the answer. It and all its children are gone afterwards."""
+    line that isn't blank on stdout is the answer. Its process group is gone afterwards."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Raises ConfigError when there is no such program."""
@@ -85,14 +88,14 @@ class CommandProgram:
 
     async def run(self, task: Task, base_url: str, api_key: str, timeout_s: float) -> str | None:
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy to the internet must not get what is for this one
-            own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env={**os.environ, **own}
         )
         assert process.stdin and process.stdout and process.stderr
-        readers = [asyncio.ensure_future(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+        said, complained = bytearray(), bytearray()
+        readers = [_keep_end(process.stdout, said), _keep_end(process.stderr, complained)]
+        ends = [asyncio.ensure_future(each) for each in (process.wait(), *readers)]
         try:
             process.stdin.write(task_json(task).encode())
             process.stdin.close()
@@ -101,22 +104,25 @@ class CommandProgram:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            ends = [asyncio.ensure_future(process.wait()), *readers]
-            await asyncio.wait(ends, timeout=1)
-            said, complained = (reader.result() if reader.done() else [] for reader in readers)
+            await asyncio.wait(ends, timeout=LAST_WORDS_S)
             for end in ends:
                 end.cancel()
+            process._transport.close()  # type: ignore[attr-defined]  # else a daemon would keep our ends open too
         if process.returncode:
-            raise EnvironmentBroken(f"the agent program ended with {process.returncode}: {(complained or ['?'])[-1]}")
-        return said[-1] if said else None
+            raise EnvironmentBroken(f"the agent program ended with {process.returncode}: {_last(complained) or '?'}")
+        return _last(said)
 
 
-async def _end_of(stream: asyncio.StreamReader) -> list[str]:
-    """The last MAX_OUTPUT bytes of a stream, as its lines that aren't blank."""
-    kept = b""
+async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
     while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-MAX_OUTPUT:]
-    return [line.strip() for line in kept.decode("utf-8", "replace").splitlines() if line.strip()]
+        kept += chunk
+        del kept[:-MAX_OUTPUT]
+
+
+def _last(output: bytearray) -> str | None:
+    """The last line that isn't blank. Only a line feed ends one: an answer may hold what Unicode calls line ends."""
+    lines = output.decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)
 
 
 def task_json(task: Task) -> str:
@@ -139,6 +145,10 @@ def make_agent(
         raise ConfigError("agent needs starlette and uvicorn; install with: pip install 'upswing[serve]'")
     from upswing.rollout.proxy import Proxy
 
+    for name in ("NO_PROXY", "no_proxy"):  # a proxy to the internet must not get what is for this one
+        others = os.environ.get(name, "")
+        if "127.0.0.1" not in others:
+            os.environ[name] = f"{others},127.0.0.1".lstrip(",")
     assert (function is None) != (command is None), "the recipe has exactly one"
     program: Program = FunctionProgram(function) if function is not None else CommandProgram(command or ())
     return Agent(program=program, protocol=protocol, tools_in=tools_in, max_turns=max_turns, proxy=Proxy())
@@ -210,10 +220,12 @@ def _ending(session: Session, problem: str | None, expired: bool) -> tuple[StopR
     if not session.turns:
         refused = session.refusal[1] if session.refusal else None
         return StopReason.ERROR, refused or problem or "the agent program never asked the model that base_url serves"
-    if expired:
-        return StopReason.TIMEOUT, None
     if session.refusal is not None:
         return session.refusal[0], None
+    if expired and session.idle_s > session.limits.env_timeout_s:
+        return StopReason.ERROR, f"the agent program hung: it has asked the model nothing for {session.idle_s:.0f} s"
+    if expired:
+        return StopReason.TIMEOUT, None
     if problem is not None:
         return StopReason.ERROR, problem
     return (StopReason.MAX_TOKENS if session.turns[-1].cut else StopReason.ANSWERED), None
@@ -234,7 +246,7 @@ def _trajectory(
         messages=session.messages or task.messages,
         outcome=next(outcome for outcome, reasons in STOP_REASONS.items() if reason in reasons),
         stop_reason=reason,
-        answer=answer if isinstance(answer, str) and error is None else None,
+        answer=storable(answer) if isinstance(answer, str) and error is None else None,
         tool_records=tuple(session.records),
         num_turns=len(session.turns),
         error=error,

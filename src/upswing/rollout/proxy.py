@@ -20,18 +20,17 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from upswing.envs.parsing import storable
 from upswing.rollout.sessions import ChatMessage, ChatRequest, ChatTurn, Refused, Session
 from upswing.trajectory.types import ToolCall
 
 MODEL = "policy"
 """What the served model is called; requests may name any."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-DECIDED_BY_STAGE = ("temperature", "top_p", "seed")
-"""Taken from the stage, or the learner would train on another distribution than the one that was sampled."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -43,6 +42,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "function_call": (),
 }
 """What would change the answer and isn't done -> the values that may be sent all the same, beside null."""
+READ = {
+    *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
+    *("logprobs", "stream", "stream_options"),
+}
+"""Any other parameter is ignored, and the trajectory says so. Temperature and the like are the stage's, or the learner
+would train on another distribution than the one that was sampled."""
 
 
 class Proxy:
@@ -102,17 +107,19 @@ class Proxy:
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "upswing"}]})
 
     async def _chat(self, http: Request) -> Response:
+        session = self._sessions.get(http.path_params["token"])
+        if session is None:
+            return _refusal(Refused("there is no such session, or it is over", status=404))
         try:
-            session = self._sessions.get(http.path_params["token"])
-            if session is None:
-                raise Refused("there is no such session, or it is over", status=404)
             raw = await http.body()
-            body = _object(raw)
+            body, request = _request(raw)
             retry = http.headers.get("x-stainless-retry-count", "0") != "0"
-            asked = session.ask(read_request(body), digest=hashlib.blake2b(raw).digest(), retry=retry)
+            asked = session.ask(request, digest=hashlib.blake2b(raw).digest(), retry=retry)
             turn = await _while_connected(http, asked)
         except Refused as refused:
             return _refusal(refused)
+        except ClientDisconnect:
+            turn = None
         if turn is None:
             return Response(status_code=499)  # nobody reads it
         scored = _token_logprobs(session, turn) if body.get("logprobs") else None
@@ -159,14 +166,17 @@ async def _nothing_here(http: Request) -> Response:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _request(raw: bytes) -> tuple[dict[str, Any], ChatRequest]:
     try:
         body = json.loads(raw)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise Refused(f"the body is not JSON: {problem}") from problem
     if not isinstance(body, dict):
         raise Refused(f"the body is {type(body).__name__}; it must be an object")
-    return body
+    try:
+        return body, read_request(body)
+    except (TypeError, ValueError, AttributeError, RecursionError) as problem:
+        raise Refused(f"the body is not as OpenAI's API has it ({type(problem).__name__}: {problem})") from problem
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
@@ -193,7 +203,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         may_call=bool(tools) and body.get("tool_choice") != "none",
         max_tokens=_max_tokens(body),
         stop=_stop(body.get("stop")),
-        ignored=frozenset(name for name in DECIDED_BY_STAGE if body.get(name) is not None),
+        ignored=frozenset(k for k, v in body.items() if v is not None and k not in READ and k not in UNSUPPORTED),
     )
 
 
@@ -231,12 +241,12 @@ def _message(value: Any, where: str) -> ChatMessage:
 def _text(content: Any, where: str) -> str:
     """Text, or the texts of parts. Raises Refused for images and sounds."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return storable(content or "")
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise Refused(f"{where}: content must be text, or a list of parts of type 'text'")
-    return "".join(map(str, texts))
+    return storable("".join(map(str, texts)))
 
 
 def _call(value: Any, where: str) -> ToolCall:
@@ -286,13 +296,13 @@ def stream(body: Mapping[str, Any], turn: ChatTurn, scored: Any) -> Iterator[str
     for index, call in enumerate(_calls(turn)):
         yield delta(tool_calls=[{"index": index, **call}])
     yield delta(finish=turn.finish_reason)
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if isinstance(options := body.get("stream_options"), dict) and options.get("include_usage"):
         yield event([], usage=_usage(turn))
     yield "data: [DONE]\n\n"
 
 
 def _head(body: Mapping[str, Any], turn: ChatTurn, kind: str) -> dict[str, Any]:
-    model = str(body.get("model") or MODEL)
+    model = storable(str(body.get("model") or MODEL))
     return {"id": f"chatcmpl-{turn.index}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -313,11 +323,11 @@ def _usage(turn: ChatTurn) -> dict[str, int]:
 
 
 def _token_logprobs(session: Session, turn: ChatTurn) -> dict[str, Any]:
-    """Of everything sampled, calls and the end of the turn included."""
-    texts = [session.renderer.decode([token]) for token in turn.completion.tokens]
-    pairs = zip(texts, turn.completion.engine_logprobs, strict=True)
-    return {
-        "content": [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in pairs
-        ]
-    }
+    """Of everything sampled, calls and the end of the turn included. Half a character has no bytes."""
+
+    def one(token: int, value: float) -> dict[str, Any]:
+        text = session.renderer.decode([token])
+        data = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": value, "bytes": data, "top_logprobs": []}
+
+    return {"content": list(map(one, turn.completion.tokens, turn.completion.engine_logprobs))}

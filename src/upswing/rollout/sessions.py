@@ -28,6 +28,7 @@ from upswing.engine.base import Completion, Engine, FinishReason, Sampling
 from upswing.envs.parsers import HermesParser, LlamaJsonParser, PythonParser, QwenXmlParser, TagsParser
 from upswing.envs.parsing import THINK_CLOSE, THINK_OPEN, CallParser, neutralize
 from upswing.envs.tool_env import INVALID_PREFIX
+from upswing.envs.tools import takes_text
 from upswing.errors import ConfigError
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
@@ -75,7 +76,7 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignored: frozenset[str] = frozenset()
-    """Parameters that the stage decides and not the program."""
+    """Parameters without effect here: those that the stage decides, and all that are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def parser_for(protocol: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
     """The reader of a protocol's calls. Raises ConfigError for a tool that the protocol can't call."""
     functions = [tool["function"] for tool in tools]
     parameters = {f["name"]: dict((f.get("parameters") or {}).get("properties") or {}) for f in functions}
-    texts = {name: [key for key, schema in each.items() if _is_text(schema)] for name, each in parameters.items()}
+    texts = {name: [key for key, schema in each.items() if takes_text(schema)] for name, each in parameters.items()}
     if protocol == "llama3_json":
         return LlamaJsonParser()
     if protocol == "qwen_coder_xml":
@@ -107,15 +108,12 @@ def parser_for(protocol: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
     if protocol == "python":
         return PythonParser({name: list(each) for name, each in parameters.items()})
     if protocol == "tags":
+        if reserved := next((name for name in ("answer", "think") if name in texts), None):
+            raise ConfigError(f"a tool can't be called '{reserved}' in protocol tags")
         if bad := next((name for name, keys in texts.items() if not keys), None):
             raise ConfigError(f"tool '{bad}' takes no string, which is all that protocol tags can pass; use hermes")
         return TagsParser({name: keys[0] for name, keys in texts.items()})
     return HermesParser()
-
-
-def _is_text(schema: Any) -> bool:
-    options = [schema, *schema.get("anyOf", ())] if isinstance(schema, Mapping) else []
-    return any(option.get("type") == "string" for option in options)
 
 
 Shown = tuple[tuple[Mapping[str, Any], ...], str]
@@ -175,16 +173,19 @@ class Session:
     fault: str | None = None
     """What broke on this side; whatever the program makes of it, the trajectory is errored."""
     engine_s: float = 0.0
+    idle_s: float = 0.0
+    """For how long the program had asked nothing when the session was closed."""
     counts: Counter[str] = field(default_factory=Counter)
     ignored: set[str] = field(default_factory=set)
     closed: bool = False
     _strands: list[_Strand] = field(default_factory=list)
-    _held: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The policy's turns by what the program was told: the ids."""
+    _held: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """The policy's turns by what the program was told: the ids, the newest last."""
     _unanswered: dict[str, tuple[ToolCall, ChatTurn]] = field(default_factory=dict)
     _jobs: dict[bytes, _Job] = field(default_factory=dict)
     _running: set[asyncio.Task[ChatTurn]] = field(default_factory=set)
     _asked: int = 0
+    _heard: float = field(default_factory=time.perf_counter)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -205,6 +206,7 @@ class Session:
                 raise Refused("this session is over", status=410) from None
             raise
         finally:
+            self._heard = time.perf_counter()
             job.waiters -= 1
             if not job.waiters and not job.task.done():
                 job.task.cancel()
@@ -215,6 +217,7 @@ class Session:
         """Stop what is being sampled and refuse whatever comes; what was said stays."""
         self.closed = True
         running = list(self._running)
+        self.idle_s = 0.0 if running else time.perf_counter() - self._heard
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -228,7 +231,7 @@ class Session:
             self._refuse(StopReason.MAX_TURNS, f"this session has had its {self.max_turns} turns (agent.max_turns)")
         try:
             strand = self._strand_for(request)
-        except (ConfigError, KeyError) as problem:
+        except Exception as problem:
             raise Refused(f"these messages can't be shown to the model: {problem}") from problem
         try:
             turn = await self._sample(strand, request)
@@ -265,15 +268,17 @@ class Session:
             completion = await asyncio.wait_for(generated, self.limits.turn_timeout_s)
             if completion.finish_reason is FinishReason.CANCELLED:
                 raise RuntimeError("the engine was closed")
+            if not completion.tokens:
+                raise RuntimeError("the engine sampled nothing, not even the end of a turn")
             text = strand.conversation.add_completion(completion)
+            ended = completion.finish_reason is FinishReason.STOP or strand.conversation.ended(completion.tokens)
+            return self._add(strand, request, completion, text, len(prompt), ended, sampling.max_tokens == room)
         except TimeoutError:
             self._break(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s")
         except Exception as problem:
             self._break(f"{type(problem).__name__}: {problem}")
         finally:
             self.engine_s += time.perf_counter() - started
-        ended = completion.finish_reason is FinishReason.STOP or strand.conversation.ended(completion.tokens)
-        return self._add(strand, request, completion, text, len(prompt), ended, sampling.max_tokens == room)
 
     def _break(self, words: str) -> NoReturn:
         self.fault = words
@@ -305,7 +310,7 @@ class Session:
         strand.turns.append(index)
         strand.keys.append(reply.key)
         strand.answered = True
-        self._held[reply.key] = completion.tokens
+        self._held.setdefault(reply.key, []).append(completion.tokens)
         self._unanswered.update({call.id: (call, turn) for call in reply.calls})
         self.refusal = None
         return turn
@@ -341,13 +346,15 @@ class Session:
         """The strand that this request continues, or a new one: its prompt is ready, and it is busy."""
         keys, shown = [message.key for message in request.messages], self._shown(request)
         parser = parser_for(self.protocol, request.tools)
-        messages = [self._message(each, request, parser) for each in request.messages]
+        pairs = zip(self._ids_of(keys), request.messages, strict=True)
+        said = [ids or self._message(message, request, parser) for ids, message in pairs]
         found = [s for s in reversed(self._strands) if not s.busy and s.shown == shown and s.leads_to(keys)]
         strand = max(found, key=lambda each: len(each.keys), default=None)
         if strand is None:
-            start = next((n for n, key in enumerate(keys) if n and key in self._held), len(keys))
+            start = next((n for n, each in enumerate(said) if not isinstance(each, Message)), len(said))
+            opening = [each for each in said[:start] if isinstance(each, Message)]
             conversation = Conversation(
-                self.renderer, _opening(messages[:start], shown[1]), shown[0], end_tokens=self.end_tokens
+                self.renderer, _opening(opening, shown[1]), shown[0], end_tokens=self.end_tokens
             )
             session = self.name + (f"#{len(self._strands)}" if self._strands else "")
             strand = _Strand(conversation=conversation, shown=shown, session=session)
@@ -355,20 +362,29 @@ class Session:
         else:
             start = len(strand.keys)
         strand.busy = True
-        self._extend(strand, keys[start:], messages[start:])
+        self._extend(strand, said[start:])
         strand.keys, strand.answered = keys, False
         return strand
 
-    def _extend(self, strand: _Strand, keys: Sequence[str], messages: Sequence[Message]) -> None:
+    def _ids_of(self, keys: Sequence[str]) -> list[tuple[int, ...] | None]:
+        """Of every message that is a turn of the policy its ids; not of the first, as a prompt is needed before a turn.
+
+        Turns that read the same may hide different reasoning: the last in the history is the one sampled last.
+        """
+        left = {key: list(self._held.get(key, ())) for key in keys}
+        found = [ids.pop() if len(ids := left[key]) > 1 else next(iter(ids), None) for key in reversed(keys)]
+        return [None, *found[-2::-1]]
+
+    def _extend(self, strand: _Strand, said: Sequence[Message | tuple[int, ...]]) -> None:
         """Append messages, turns of the policy among them as the ids that it sampled."""
         conversation, spoke, added = strand.conversation, strand.answered, list[Message]()
-        for key, message in zip(keys, messages, strict=True):
-            if key not in self._held:
-                added.append(message)
+        for each in said:
+            if isinstance(each, Message):
+                added.append(each)
                 continue
             if spoke:
                 conversation.add_messages(added)
-            conversation.add_context(self._held[key])
+            conversation.add_context(each)
             spoke, added = True, []
         if spoke:
             conversation.add_messages(added)
@@ -391,9 +407,7 @@ class Session:
             name = names.get(said.answers)
             content = neutralize(said.content, parser.markers)
             return Message(role="tool", content=content, name=name if name in known else None)
-        # Calls that the policy made are held as ids; only those that a program made up are written out.
-        made_up = said.calls and said.key not in self._held
-        parts = [said.content, parser.render(said.calls) if made_up else ""]
+        parts = [said.content, parser.render(said.calls) if said.calls else ""]
         return Message(role=said.role, content="\n".join(part for part in parts if part))
 
     # -- what it comes to ---------------------------------------------------------------------------------------------
