@@ -18,6 +18,7 @@ from upswing.errors import ConfigError
 from upswing.trajectory.types import Message
 from upswing.verify import judge as judges
 from upswing.verify import rubric_from, verifier_from
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.judge import Judge, neutral, read_verdict, retry_after_s, suspicion
 
 KEY = "sk-very-secret"
@@ -261,6 +262,28 @@ async def test_no_more_requests_at_once_than_allowed(serve, episode):
     one = judge(server, concurrency=3)
     scores = await asyncio.gather(*(one(episode(str(i))) for i in range(12)))
     assert server.most == 3 and {score.value for score in scores} == {0.8}
+
+
+@pytest.mark.parametrize("alike", [False, True])
+async def test_waiting_for_others_is_not_scoring_time(serve, episode, tmp_path, alike):
+    """Twelve of 0.1 s each, two at once (or all for one answer), with 0.3 s for each."""
+
+    def behave(asked):
+        time.sleep(0.1)
+        return asked.verdict(score=8)
+
+    one = judge(serve(behave), concurrency=2, cache=str(tmp_path / "c") if alike else None, retries=0)
+    score = verifier_from(one).score
+    asked = [call_with_deadline(score, {"episode": episode("a" if alike else str(i))}, 0.3) for i in range(12)]
+    assert {found.value for found in await asyncio.gather(*asked)} == {0.8}
+
+
+async def test_a_judge_that_hangs_uses_up_scoring_time(serve, episode):
+    one = judge(serve(lambda asked: time.sleep(3)), concurrency=2, timeout_s=2.0)
+    began = time.monotonic()
+    asked = [call_with_deadline(verifier_from(one).score, {"episode": episode(str(i))}, 0.3) for i in range(4)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in found] == [DeadlineExceeded] * 4 and time.monotonic() - began < 1.5
 
 
 def test_retry_after_is_a_number_or_a_date():

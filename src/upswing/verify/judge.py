@@ -18,8 +18,8 @@ import statistics
 import tempfile
 import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cached_property
@@ -32,6 +32,7 @@ from weakref import WeakValueDictionary
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Score, Task
 from upswing.verify.base import Episode
+from upswing.verify.deadline import off_the_clock
 from upswing.verify.text import accepted, check_number, check_one_of, read_answer, unscored
 
 if TYPE_CHECKING:
@@ -178,7 +179,9 @@ class Asker:
         if self.cache is None:
             return await self._verdict(body, schema)
         path = Path(self.cache) / key[:2] / f"{key}.json"
-        async with self._locks.setdefault(key, asyncio.Lock()):  # a group's alike answers are asked about once
+        async with _in_line(
+            self._locks.setdefault(key, asyncio.Lock())
+        ):  # a group's alike answers are asked about once
             verdict = _load(path, schema)
             if verdict is None:
                 verdict = await self._verdict(body, schema)
@@ -224,7 +227,7 @@ class Asker:
         key = os.environ.get(self.api_key_env, "").strip() if self.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         problem, status = "", 0
-        async with gate:  # also while waiting: a busy server gets no more
+        async with _in_line(gate):  # also while waiting: a busy server gets no more
             for attempt in range(self.retries + 1):
                 wait_s = _BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5)
                 try:
@@ -321,6 +324,17 @@ class Judge(Asker):
         if self.samples > 1:
             components["spread"] = max(sums) - min(sums)
         return Score(value=middle(sums), components=components, reason=verdicts[0]["reason"][:500])
+
+
+@asynccontextmanager
+async def _in_line(gate: asyncio.Lock | asyncio.Semaphore) -> AsyncIterator[None]:
+    """`async with gate`, with waiting for it off the clock of scoring: only what goes on inside is the judge's time."""
+    with off_the_clock():
+        await gate.acquire()
+    try:
+        yield
+    finally:
+        gate.release()
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
