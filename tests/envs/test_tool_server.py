@@ -185,6 +185,12 @@ def test_a_wrong_request_is_refused(url: str, body: str, why: str):
     assert response.status_code == 422 and why in json.dumps(response.json()["detail"])
 
 
+def test_a_web_page_cannot_run_the_tools(url: str):
+    body = '{"trajectory_ids": ["a"], "actions": ["x"]}'  # a browser sends this without asking, and says who asks
+    response = httpx.post(url + PATH, content=body, headers={"Content-Type": "text/plain", "Origin": "https://x.org"})
+    assert response.status_code == 403 and alive(url) == 0
+
+
 def test_any_environment_can_be_served_and_plays_the_task_it_is_given():
     task = next(Wordle().tasks("train", 3))
     here = asyncio.run(play(Wordle(), task))
@@ -375,6 +381,8 @@ def test_a_server_that_is_back_in_a_moment_is_waited_for(monkeypatch: pytest.Mon
         ({"max_turns": 0}, "max_turns must be an integer of at least 1, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be a positive number"),
         ({"action_ends": "</x>"}, "action_ends must be a list"),
+        ({"headers": {"A": "${NOT_SET_ANYWHERE}"}}, "NOT_SET_ANYWHERE is not set"),
+        ({"headers": ["A"]}, "headers must be names with texts"),
     ],
 )
 def test_wrong_options_are_refused(url: str, options: dict[str, Any], why: str):

@@ -42,8 +42,14 @@ class Answering(BaseHTTPRequestHandler):
         Answering.seen = {**json.loads(body), "key": self.headers.get("Authorization")}
         time.sleep(self.delay_s)
         self.send_response(self.status)
+        self.send_header("Location", "/elsewhere")
         self.end_headers()
         self.wfile.write(self.reply.encode())
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"score": 1}')
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -65,7 +71,8 @@ async def score(url: str, monkeypatch: pytest.MonkeyPatch, reply: str, status: i
 
 async def test_the_whole_episode_is_sent_and_the_score_taken(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = '{"score": 0.25, "components": {"style": 1, "facts": null}, "reason": "short"}'
-    found = await score(url, monkeypatch, reply, headers={"Authorization": "Bearer k"})
+    monkeypatch.setenv("MY_KEY", "k")
+    found = await score(url, monkeypatch, reply, headers={"Authorization": "Bearer ${MY_KEY}"})
     assert (found.value, found.components, found.reason) == (0.25, {"style": 1.0, "facts": None}, "short")
     seen = Answering.seen
     assert seen["task"]["messages"] == [{"role": "user", "content": "Né?", "name": None}]
@@ -84,6 +91,10 @@ async def test_the_whole_episode_is_sent_and_the_score_taken(url: str, monkeypat
         ("1", 200),
         ("oops", 200),
         ('{"score": 1}', 500),
+        ('{"score": 1}', 302),
+        ('{"score": 1e999}', 200),
+        (f'{{"score": {10**400}}}', 200),
+        ('{"score": 1, "components": [1]}', 200),
     ],
 )
 async def test_anything_else_is_not_scored(url: str, monkeypatch: pytest.MonkeyPatch, reply: str, status: int) -> None:
@@ -99,7 +110,16 @@ async def test_neither_is_a_server_that_hangs_or_is_not_there(url: str, monkeypa
     assert gone.value is None and "refused" in gone.reason.lower()
 
 
-@pytest.mark.parametrize("args", [{"url": "ftp://x"}, {"url": 3}, {"url": "http://x", "timeout_s": 0}, {}])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"url": "ftp://x"},
+        {"url": 3},
+        {"url": "http://x", "timeout_s": 0},
+        {},
+        {"url": "http://x", "headers": {"A": "${NO_SUCH_KEY}"}},
+    ],
+)
 def test_wrong_arguments_are_said(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         verifier_from("http", args)

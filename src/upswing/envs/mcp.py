@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import functools
 import os
-import re
 import shlex
 import threading
 import weakref
@@ -39,6 +38,7 @@ from upswing.envs.tools import (
     takes_text,
 )
 from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
+from upswing.verify.http import from_environment
 
 CONNECT_S = 50.0
 """A server must have started and told its tools by then; below the default `limits.env_timeout_s`."""
@@ -100,17 +100,8 @@ def read_spec(given: Any, where: str) -> McpSpec:
     stray = [key for key in (("env", "cwd") if spec.url else ("headers",)) if getattr(spec, key)]
     if stray:
         raise ConfigError(f"{where}: {stray[0]} has no effect with {'url' if spec.url else 'command'}; take it out")
-    _expand({**spec.env, **spec.headers}, where)
+    from_environment({**spec.env, **spec.headers}, where)
     return spec
-
-
-def _expand(values: Mapping[str, str], where: str) -> dict[str, str]:
-    def read(match: re.Match[str]) -> str:
-        if match[1] not in os.environ:
-            raise ConfigError(f"{where}: the environment variable {match[1]} is not set")
-        return os.environ[match[1]]
-
-    return {key: re.sub(r"\$\{(\w+)\}", read, value) for key, value in values.items()}
 
 
 # -- sessions: everything here runs in the background loop -----------------------------------------------------------
@@ -279,12 +270,12 @@ class McpServer:
             import httpx2
 
             http = httpx2.AsyncClient(
-                headers=_expand(spec.headers, spec.label),
+                headers=from_environment(spec.headers, spec.label),
                 follow_redirects=True,
                 timeout=httpx2.Timeout(30.0, read=None),  # calls have a limit of their own
             )
             return streamable_http_client(spec.url, http_client=await stack.enter_async_context(http))
-        env = _expand(spec.env, spec.label)
+        env = from_environment(spec.env, spec.label)
         program = StdioServerParameters(command=spec.command[0], args=spec.command[1:], env=env, cwd=spec.cwd)
         reading, writing = os.pipe()  # our end stays open, so reading never meets an end of file
         os.set_blocking(reading, False)

@@ -30,6 +30,7 @@ from upswing.errors import ConfigError, EnvironmentBroken
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
 from upswing.verify.deadline import call_env
+from upswing.verify.http import from_environment
 
 PATH = "/get_observation"
 NEEDS_SERVE = "it needs {}; install it with: pip install 'upswing[serve]'"
@@ -104,7 +105,8 @@ class RemoteTools(Environment):
             )
         _check_reachable(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self.url = url if parts.path.strip("/") else url.rstrip("/") + PATH
-        self.action_ends, self.system, self.headers, self.timeout_s = action_ends, system, headers, timeout_s
+        self.headers = from_environment(headers or {}, f"{self.name}: headers")
+        self.action_ends, self.system, self.timeout_s = action_ends, system, timeout_s
         self.max_turns, self.max_invalid_calls, self.max_result_chars = max_turns, max_invalid_calls, max_result_chars
         self._http: Any = None
         self._held = False
@@ -395,6 +397,8 @@ class ToolService:
             raise ConfigError(f"upswing tools serve: {NEEDS_SERVE.format('starlette')}") from None
 
         async def observe(request: Request) -> JSONResponse:
+            if "origin" in request.headers:  # no login stands between a page that the user looks at and the tools
+                return JSONResponse({"detail": "requests of web pages are refused"}, 403)
             try:
                 actions = ActionRequest.model_validate_json(await request.body())
             except ValidationError as error:
