@@ -128,10 +128,9 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"dataset file {path} does not exist{did_you_mean(path.name, siblings)}")
     table = _library("pyarrow.parquet")
     try:
-        rows: list[dict[str, Any]] = table.read_table(path).to_pylist()
+        return _rows_of(table.read_table(path))
     except Exception as error:
         raise ConfigError(f"dataset file {path} can't be read as Parquet: {_line(error)}") from None
-    return rows
 
 
 def _hugging_face(source: str, part: str, name: str | None) -> list[dict[str, Any]]:
@@ -151,7 +150,23 @@ def _hugging_face(source: str, part: str, name: str | None) -> list[dict[str, An
                 f"dataset '{source}' has no split '{part}'{did_you_mean(part, found)}: {', '.join(found)}"
             )
         found = found[part]
-    rows: list[dict[str, Any]] = found.with_format("arrow")[:].to_pylist()
+    return _rows_of(found.with_format("arrow")[:])
+
+
+def _rows_of(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table; its short floats as they print: 0.1, and not the double nearest to a short 0.1."""
+    arrow = _library("pyarrow")
+
+    def with_short(kind: Any, other: Any) -> Any:
+        if arrow.types.is_list(kind):
+            return arrow.list_(with_short(kind.value_type, other))
+        return other if arrow.types.is_float32(kind) else kind
+
+    for number, column in enumerate(table.schema):
+        if with_short(column.type, arrow.float64()) != column.type:
+            texts = table[number].cast(with_short(column.type, arrow.string()))
+            table = table.set_column(number, column.name, texts.cast(with_short(column.type, arrow.float64())))
+    rows: list[dict[str, Any]] = table.to_pylist()
     return rows
 
 
@@ -260,7 +275,9 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+            row = json.loads(
+                line, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique
+            )
             if "\\ud" in line.lower():
                 json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -275,6 +292,12 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is too large a number")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -376,7 +399,7 @@ def _gold(row: Mapping[str, Any], where: str, required: bool) -> tuple[str, ...]
 
 
 def _answer(value: Any, where: str, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value in (math.inf, -math.inf):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(f"{where}: '{column}' must be a string, a number or a list of them, got {value!r}"[:200])
     if not str(value).strip():
         raise ConfigError(f"{where}: '{column}' has an empty answer")
