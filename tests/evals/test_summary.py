@@ -218,3 +218,14 @@ def test_final_table_shows_shares_intervals_and_the_test():
     assert "+100.0 points vs base" in text and "< 0.001" in text
     assert entries[1]["paired"]["p"] == pytest.approx(2 / 2**12)
     assert entries[1]["wall_s"] == 3.0
+
+
+def test_best_of_n_is_a_column_of_the_table():
+    few = summarize([make("a"), make("b", 0.0)])
+    best = {"n": 4, "best": {"mean": 0.875, "low": 0.75, "high": 1.0}}
+    entries = [result_entry("base", "eval", few), result_entry("RL", "eval", few, best_of=best)]
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(results_table(entries))
+    lines = console.export_text().splitlines()
+    assert any("best of 4" in line for line in lines)
+    assert [("87.5 % [75.0, 100.0]" in line) for line in lines if "base" in line or "RL" in line] == [False, True]

@@ -268,10 +268,22 @@ def result_entry(
 def results_table(entries: Sequence[Mapping[str, Any]], title: str = "Results") -> Table:
     """The final table (base -> SFT -> RL) from `result_entry` dicts."""
     names = list(dict.fromkeys(name for entry in entries for name in entry["summary"]["components"])) or ["reward"]
+    chosen = [entry.get("best_of") or {} for entry in entries]
+    sizes = sorted({found["n"] for found in chosen if found})
     table = Table("", title=title)
-    for column in ("n", *map(readable, names), "turns", "calls", "tokens", "errored", "difference", "p"):
+    for column in (
+        "n",
+        *map(readable, names),
+        *(f"best of {n}" for n in sizes),
+        "turns",
+        "calls",
+        "tokens",
+        "errored",
+        "difference",
+        "p",
+    ):
         table.add_column(column, justify="right")
-    for entry in entries:
+    for entry, best in zip(entries, chosen, strict=True):
         summary, paired = entry["summary"], entry.get("paired")
         scores = {**summary["components"], "reward": summary["reward"]}
         costs = [summary["costs"][name]["mean"] for name in ("turns", "tool_calls", "sampled_tokens")]
@@ -280,6 +292,7 @@ def results_table(entries: Sequence[Mapping[str, Any]], title: str = "Results") 
             escape(str(entry["label"])),
             str(summary["num_counted"]),
             *(_with_ends(*interval(scores.get(name))) for name in names),
+            *(_with_ends(*interval(best["best"] if best.get("n") == n else None)) for n in sizes),
             *map(number, costs),
             str(summary["outcomes"].get("errored", 0)),
             escape(f"{difference(paired)[0]}{against}") if paired else DASH,
