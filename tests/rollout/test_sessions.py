@@ -223,12 +223,14 @@ async def test_an_automatic_retry_gets_the_sample_that_was_made_or_is_being_made
 
 async def test_a_sample_that_nobody_waits_for_leaves_no_trace_but_a_count(renderers) -> None:  # noqa: F811
     session = a_session(renderers["chatml"], ["lost", "kept"])
-    session.engine.delay_s = 0.05  # type: ignore[attr-defined]
+    session.engine.delay_s = 60.0  # type: ignore[attr-defined]
     running = asyncio.ensure_future(ask(session, [USER]))
     await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await asyncio.sleep(0)
+    while not session.counts["abandoned_requests"]:
+        await asyncio.sleep(0)
+    session.engine.delay_s = 0.0  # type: ignore[attr-defined]
     assert (await ask(session, [USER], retry=True)).reply.content == "kept"
     trajectory = finished(session)
     assert (trajectory.num_turns, trajectory.state["abandoned_requests"], len(trajectory.branches)) == (1, 1, 1)
