@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.errors import ConfigError
+from upswing.learn.learner import Learner
 from upswing.recipe import Recipe, recipe_from
 from upswing.trajectory.store import TrajectoryStore
 
@@ -57,6 +61,15 @@ def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(tmp_path:
     assert set(tasks.values()) == {2}, "a task was learned from twice"
 
 
+def test_stale_groups_are_played_again_and_tasks_that_take_long_are_learned_from(tmp_path: Path) -> None:
+    rows = run(slow({"steps": 14, "max_staleness": 1}), tmp_path / "run")
+    assert sum(row["num_requeued"] for row in rows) > 0 and sum(row["num_dropped"] for row in rows) == 0
+    tasks = Counter(t.task.id for _, t in learned(tmp_path / "run"))
+    assert set(tasks.values()) == {2} and all(row["staleness_max"] <= 1 for row in rows)
+    long = {f"train{n}" for n in range(20) if random.Random(f"train{n}").choice((0.0, 0.02, 0.6)) == 0.6}
+    assert len(long & tasks.keys()) >= len(long) - 4, "those still in play at the end"
+
+
 def test_a_trajectory_can_span_versions(tmp_path: Path) -> None:
     run(slow({"steps": 10, "max_staleness": 3}), tmp_path / "run")
     spans = [len(np.unique(b.policy_version[b.sampled])) for _, t in learned(tmp_path / "run") for b in t.branches]
@@ -89,6 +102,28 @@ def test_a_killed_asynchronous_run_loses_no_task_and_learns_from_none_twice(tmp_
     state = extra_of(out / "checkpoints/rl/step-000005")["scheduler"]
     still_open = {f"train{number}" for number, *_ in state["open"]}
     assert {f"train{number}" for number in range(state["next"])} == set(tasks) | still_open
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_an_interrupt_during_an_update_comes_after_it_and_loses_no_step(tmp_path, monkeypatch, max_staleness) -> None:
+    one, real, updates = slow({"steps": 5, "max_staleness": max_staleness, "save_every": 100}), Learner.rl_update, []
+
+    def interrupted(self: Learner, *args: Any, **kwargs: Any) -> Any:
+        updates.append(self)
+        if len(updates) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Learner, "rl_update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(one, tmp_path / "run")
+    assert len(updates) == 2
+    assert [path.name for path in (tmp_path / "run/checkpoints/rl").glob("step-*")] == ["step-000002"]
+    run(one, tmp_path / "run", resume=True)
+    assert len(updates) == 5
+    tasks = Counter(t.task.id for _, t in learned(tmp_path / "run"))
+    assert set(tasks.values()) == {2} and len(tasks) == 10
 
 
 def test_oversampling_cancels_the_last_and_plays_their_tasks_later(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from upswing.stages.context import RunContext
 from upswing.stages.credit import Evidence, assign
 from upswing.stages.rows import Batch, make_batch, rewards_of
 from upswing.trajectory.types import Group, Trajectory
+
+T = TypeVar("T")
 
 
 class PolicyMethod:
@@ -60,7 +62,7 @@ class PolicyMethod:
         """One update -> the batch, the policy's metrics (None while only the critic warms up) and further signals."""
         greedy = await self._greedy(groups, step)
         if self.stage.max_staleness:  # sampling goes on meanwhile
-            return await asyncio.to_thread(self._learn, groups, step, greedy)
+            return await to_the_end(asyncio.to_thread(self._learn, groups, step, greedy))
         return self._learn(groups, step, greedy)
 
     def _learn(
@@ -185,6 +187,21 @@ class PolicyMethod:
             )
         if stage.ref_refresh_steps and (step + 1) % stage.ref_refresh_steps == 0 and self.learner.reference:
             self.learner.reference.refresh()
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` says. A cancellation comes only after it: half an update is nothing that a run could go on from."""
+    task, job, cancelled = asyncio.current_task(), asyncio.ensure_future(work), False
+    assert task is not None
+    while not job.done():
+        try:
+            await asyncio.wait({job})
+        except asyncio.CancelledError:
+            cancelled = True
+            task.uncancel()
+    if cancelled:
+        task.cancel()
+    return job.result()
 
 
 def _wide(rows: Sequence[TrainRow], arrays: Sequence[np.ndarray]) -> torch.Tensor:

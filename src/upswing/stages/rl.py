@@ -30,7 +30,7 @@ from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
 from upswing.stages.distill import DistillMethod
 from upswing.stages.evaluate import SUCCESS, measure
-from upswing.stages.policy import PolicyMethod
+from upswing.stages.policy import PolicyMethod, to_the_end
 from upswing.stages.rl_metrics import batch_metrics, early_warning
 from upswing.stages.rows import Batch
 from upswing.trajectory.types import Group, Task, Trajectory
@@ -99,6 +99,7 @@ async def _train(context: RunContext, stage: RlStage | DistillStage, training: _
                 await _step(context, stage, training, shown)
                 training.step += 1
                 training.updating = False
+                await asyncio.sleep(0)  # here comes what waited for the update's end: an interrupt
                 await _after_step(context, stage, training)
         except BaseException:  # an interrupt, or an error between updates: tasks that ran out, a full disk
             if not training.updating:
@@ -127,7 +128,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     behind = _staleness(groups, context.engine.version, training.counts) if _is_paced(stage) else {}
     batch, update, signals = await training.method.learn(groups, training.step)
     learned_s = time.perf_counter() - started
-    await context.push_weights(training.learner.weights())
+    await to_the_end(context.push_weights(training.learner.weights()))
     training.scheduler.advance()
     step_s = time.perf_counter() - started
     training.train_s += step_s
@@ -205,7 +206,7 @@ class _Tasks:
 
     def take(self, number: int) -> Task:
         """Raises UpswingError when there are not so many."""
-        for task in islice(self._stream, number + 1 - self._next):
+        for task in islice(self._stream, max(0, number + 1 - self._next)):
             self._made[self._next] = task
             self._next += 1
         if number not in self._made:
