@@ -116,7 +116,7 @@ async def measured(url: str, quick: bool) -> tuple[list[float], list[float], int
         began = time.perf_counter()
         await engine.update_weights(dict(model.named_parameters()), version)
         seconds.append(time.perf_counter() - began)
-        spanning += sum(len(set((await each).policy_version)) > 1 for each in running)
+        spanning += sum(len(set(done.policy_version)) > 1 for done in await asyncio.gather(*running))
         for temperature in TEMPERATURES:
             settings = Sampling(max_tokens=32, temperature=temperature, seed=version)
             for prompt, done in zip(

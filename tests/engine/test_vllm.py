@@ -203,6 +203,17 @@ async def test_new_weights_reach_completions_that_run(engine: VllmEngine, server
     assert not folder.exists()
 
 
+async def test_tied_weights_are_given_under_both_names(engine: VllmEngine, server: Server) -> None:
+    """vLLM 0.32 keeps its own copy of a tied output layer, and only reloads it by name."""
+    tied = {name: p for name, p in server.first.items() if name != "lm_head.weight"}
+    await engine.update_weights(tied, 2)
+    written = load_file(engine._folder / "2" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], tied["model.embed_tokens.weight"])
+    both = {**tied, "lm_head.weight": tied["model.embed_tokens.weight"]}  # one tensor under two names
+    await engine.update_weights(both, 3)
+    await engine.close()
+
+
 async def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again(
     engine: VllmEngine, server: Server
 ) -> None:

@@ -27,6 +27,7 @@ from upswing.engine.base import Capabilities, Completion, EngineStats, FinishRea
 from upswing.errors import ConfigError, UpswingError
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TRIES = 4
 """Of a request that the server answers with an error of its own, or doesn't answer for want of a connection."""
 _BACKOFF_S = 0.5
@@ -115,9 +116,9 @@ class VllmEngine:
         """Load weights (Hugging Face parameter names) as policy `version`, while completions run."""
         folder = self._folder / str(version)
         folder.mkdir(parents=True, exist_ok=True)
-        # Tied weights are one tensor under two names; the server ties them itself.
-        once = {tensor.data_ptr(): name for name, tensor in reversed([*weights.items()])}.values()
-        held = {name: weights[name].detach().to("cpu").contiguous() for name in once}
+        held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
+        if EMBEDDING in held:  # where they are tied, vLLM has its own copy and would keep the old one
+            held[HEAD] = held.get(HEAD, held[EMBEDDING]).clone()
         await asyncio.to_thread(save_file, held, folder / "model.safetensors", {"format": "pt"})
         old, self._newest, self.version = self._newest, folder, version
         await self._load()
