@@ -82,3 +82,9 @@ def test_without_a_run_the_model_and_the_device_say_what_it_costs() -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["plan", str(tmp_path)])
     assert found.exit_code == 2 and "isn't a run folder" in found.output
+
+
+@pytest.mark.parametrize(("option", "value"), [("--turn-spread", "50"), ("--bandwidth", "inf"), ("--flops", "nan")])
+def test_numbers_without_an_end_are_refused(option: str, value: str) -> None:
+    found = CliRunner().invoke(app, ["plan", option, value])
+    assert found.exit_code == 2 and f"Invalid value for '{option}'" in found.output

@@ -38,6 +38,12 @@ def tool_uses(completions, **kwargs):
     return [float(sum(len(m.get("tool_calls") or []) for m in c if m["role"] == "assistant")) for c in completions]
 
 
+def array(completions, **kwargs):
+    import numpy
+
+    return numpy.array([len(completion) for completion in completions], numpy.float32)
+
+
 def batch(completions, **kwargs):
     return [1.0] * (len(completions) + 1)
 
@@ -139,7 +145,7 @@ def as_trl_calls(own, name, completions, **columns):
     return [math.nan if value is None else value for value in found]
 
 
-@pytest.mark.parametrize("name", ["right", "only_hard", "slow", "tool_uses"])
+@pytest.mark.parametrize("name", ["right", "only_hard", "slow", "tool_uses", "array"])
 def test_one_by_one_they_say_what_trl_s_batch_says(own, name):
     said, levels = ["7", "8", "SEVEN"], ["easy", "hard", "hard"]
     batch = [[{"role": "assistant", "content": text}] for text in said]

@@ -79,7 +79,8 @@ class Rewards:
         total, judged = 0.0, False
         for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
             values = await call_with_deadline(function, accepted(function, given), _NO_LIMIT_S)
-            if not isinstance(values, Sequence) or len(values) != 1:
+            values = values if isinstance(values, str) or not hasattr(values, "__iter__") else [*values]
+            if not isinstance(values, list) or len(values) != 1:
                 raise ValueError(f"'{name}' must return a list with one reward for one completion, got {values!r:.80}")
             value = None if values[0] is None else float(values[0])
             found[name] = value = None if value is None or math.isnan(value) else value
