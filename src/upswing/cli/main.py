@@ -14,6 +14,7 @@ from upswing.cli.play import play_command
 from upswing.cli.report import report_command
 from upswing.cli.rescore import rescore_command
 from upswing.cli.run import run_command
+from upswing.cli.serve import serve_command
 from upswing.cli.tools import tools_app
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command("plan")(plan_command)
 app.command("report")(report_command)
 app.command("rescore")(rescore_command)
 app.command("algorithms")(algorithms_command)
+app.command("serve")(serve_command)
 app.add_typer(tools_app, name="tools")
 
 

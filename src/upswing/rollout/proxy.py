@@ -15,8 +15,8 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,7 +26,10 @@ from starlette.routing import Route
 
 from upswing.envs.parsing import storable
 from upswing.rollout.sessions import ChatMessage, ChatRequest, ChatTurn, Refused, Session
+from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import ToolCall
+
+T = TypeVar("T")
 
 MODEL = "policy"
 """What the served model is called; requests may name any."""
@@ -103,26 +106,27 @@ class Proxy:
 
     async def _models(self, http: Request) -> Response:
         if http.path_params["token"] not in self._sessions:
-            return _refusal(Refused("there is no such session, or it is over", status=404))
+            return refusal(Refused("there is no such session, or it is over", status=404))
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "upswing"}]})
 
     async def _chat(self, http: Request) -> Response:
         session = self._sessions.get(http.path_params["token"])
         if session is None:
-            return _refusal(Refused("there is no such session, or it is over", status=404))
+            return refusal(Refused("there is no such session, or it is over", status=404))
         try:
             raw = await http.body()
-            body, request = _request(raw)
+            body = parse_body(raw)
+            request = read_request(body)
             retry = http.headers.get("x-stainless-retry-count", "0") != "0"
             asked = session.ask(request, digest=hashlib.blake2b(raw).digest(), retry=retry)
-            turn = await _while_connected(http, asked)
+            turn = await while_connected(http, asked)
         except Refused as refused:
-            return _refusal(refused)
+            return refusal(refused)
         except ClientDisconnect:
             turn = None
         if turn is None:
             return Response(status_code=499)  # nobody reads it
-        scored = _token_logprobs(session, turn) if body.get("logprobs") else None
+        scored = token_logprobs(session.renderer, turn) if body.get("logprobs") else None
         if body.get("stream"):
             return StreamingResponse(stream(body, turn, scored), media_type="text/event-stream")
         return JSONResponse(whole(body, turn, scored))
@@ -135,7 +139,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _while_connected(http: Request, work: Coroutine[Any, Any, ChatTurn]) -> ChatTurn | None:
+async def while_connected(http: Request, work: Awaitable[T]) -> T | None:
     """The work's result; None, and the work cancelled, when the client hangs up before."""
 
     async def hung_up() -> None:
@@ -151,7 +155,7 @@ async def _while_connected(http: Request, work: Coroutine[Any, Any, ChatTurn]) -
         task.cancel()
 
 
-def _refusal(refused: Refused) -> JSONResponse:
+def refusal(refused: Refused) -> JSONResponse:
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     error = {"message": str(refused), "type": kind, "param": None, "code": refused.code}
     # Asked again, a refusal would be the same.
@@ -160,26 +164,32 @@ def _refusal(refused: Refused) -> JSONResponse:
 
 async def _nothing_here(http: Request) -> Response:
     words = f"{http.method} {http.url.path} isn't served: the training proxy has /v1/chat/completions and /v1/models"
-    return _refusal(Refused(words, status=404))
+    return refusal(Refused(words, status=404))
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _request(raw: bytes) -> tuple[dict[str, Any], ChatRequest]:
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Raises Refused unless it is a JSON object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as problem:
         raise Refused(f"the body is not JSON: {problem}") from problem
     if not isinstance(body, dict):
         raise Refused(f"the body is {type(body).__name__}; it must be an object")
+    return body
+
+
+def read_request(body: Mapping[str, Any]) -> ChatRequest:
+    """`_read_request`, with Refused for whatever isn't of the kind that it should be."""
     try:
-        return body, read_request(body)
+        return _read_request(body)
     except (TypeError, ValueError, AttributeError, RecursionError) as problem:
         raise Refused(f"the body is not as OpenAI's API has it ({type(problem).__name__}: {problem})") from problem
 
 
-def read_request(body: Mapping[str, Any]) -> ChatRequest:
+def _read_request(body: Mapping[str, Any]) -> ChatRequest:
     """A body of `chat/completions`, checked. Raises Refused for what is wrong or would be ignored to the answer's
     cost. `tool_choice` is never forced: `required` or a named tool is for the policy to learn."""
     for name, harmless in UNSUPPORTED.items():
@@ -322,11 +332,11 @@ def _usage(turn: ChatTurn) -> dict[str, int]:
     }
 
 
-def _token_logprobs(session: Session, turn: ChatTurn) -> dict[str, Any]:
+def token_logprobs(renderer: ChatRenderer, turn: ChatTurn) -> dict[str, Any]:
     """Of everything sampled, calls and the end of the turn included. Half a character has no bytes."""
 
     def one(token: int, value: float) -> dict[str, Any]:
-        text = session.renderer.decode([token])
+        text = renderer.decode([token])
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": value, "bytes": data, "top_logprobs": []}
 
