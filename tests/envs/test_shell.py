@@ -15,6 +15,7 @@ import pytest
 
 from upswing.audit import audit, scripted_episode
 from upswing.envs import AssistantMessage, environment_factory, shell
+from upswing.errors import EnvironmentBroken
 from upswing.trajectory.types import Task
 from upswing.verify import Rubric, verifier_from
 from upswing.verify.base import Episode
@@ -87,6 +88,7 @@ def test_nothing_else_may_change():
     assert values(runs("COMMAND; f=$(find . -type f | sort | head -1); chmod u+x $f; echo x >> $f")) == [0.0] * 10
     assert values(runs("COMMAND; ln -s /etc/passwd extra")) == [0.0] * 10
     assert values(runs("rm -rf *")) == [0.0] * 10
+    assert values(runs("COMMAND; for f in $(find . -type f); do : > $f$'\\t'x; done")) == [0.0] * 10
 
 
 def test_what_only_looks_right_is_wrong():
@@ -98,6 +100,12 @@ def test_what_only_looks_right_is_wrong():
     # A tree that nobody can read is the agent's own doing, and 0.
     assert values(runs("COMMAND; mkdir shut; touch shut/x; chmod 000 shut"), ("sort",)) == [0.0]
     assert values(runs("COMMAND; for i in $(seq 3000); do : > file$i; done"), ("sort",)) == [0.0]
+
+
+def test_files_that_can_not_be_read_at_the_start_are_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shell, "_LOOK", ["false"])
+    with pytest.raises(EnvironmentBroken, match="can't be read at the start"):
+        asyncio.run(environment_factory("shell")().reset(tasks()["sort"], 0))
 
 
 def test_a_random_policy_fails():
@@ -113,7 +121,7 @@ def test_a_random_policy_fails():
 
 
 def test_files_stay_and_the_shell_does_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shell, "_LIMITS", replace(shell._LIMITS, wall_s=1.0))
+    monkeypatch.setattr(shell, "_LIMITS", replace(shell._LIMITS, wall_s=3.0))
 
     async def run(*commands: str) -> list[str]:
         env = environment_factory("shell", {"max_turns": 20})()

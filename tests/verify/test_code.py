@@ -54,6 +54,15 @@ def main():
 if __name__ == "__main__":
     main()
 """
+LEFT_OPEN = """
+import sys
+first = open(1, "w", closefd=False)
+first.write(str(sum(map(int, input().split()))))
+class Last:
+    def __del__(self):
+        print()
+last = Last()
+"""
 AT_EXIT = """
 import atexit, sys
 out = []
@@ -114,6 +123,24 @@ def test_values_are_compared_as_python_does():
     check([(f"def f():\n    return {value}", {"tests": [f"assert f() == {value}"]}, 1.0)])
 
 
+def test_much_may_come_back():
+    """A long value or output that is right is judged; what is wanted needn't be as long."""
+    count = "def f(n):\n    return [i % 7 for i in range(n)]"
+    rows = [
+        (count, calls((200_000, [i % 7 for i in range(200_000)])), 1.0),
+        (count, {"tests": ["assert len(f(200_000)) == 200_000"]}, 1.0),
+        ("def f(n):\n    return [[i / 3, 'é'] for i in range(n)]", {"tests": ["assert f(9**5)[-1][1] == 'é'"]}, 1.0),
+        ("print(*range(500_000))", {"tests": [{"input": "", "output": " ".join(map(str, range(500_000)))}]}, 1.0),
+        ("print(*range(500_000))", {"tests": [{"input": "", "output": "0"}]}, 0.0),
+    ]
+    check(rows)
+
+
+def test_a_reason_is_text():
+    (score,) = check([("raise ValueError('\\ud800')", SQUARE, 0.0)])
+    assert score.reason.encode().endswith(b"ValueError: ?")
+
+
 def test_an_error_is_not_an_empty_result():
     """An exception inside the call must not look like None or an empty text (SBX-03)."""
     fails = "def f(x):\n    raise RuntimeError('no')"
@@ -145,6 +172,10 @@ def test_printed_output_is_compared_as_livecodebench_does():
         (ADD + "\nimport os; os._exit(3)", ECHO, 0.0),
         (AT_EXIT, ECHO, 1.0),
         (THREAD, ECHO, 1.0),
+        (LEFT_OPEN, ECHO, 1.0),
+        (ADD + "\nimport sys\nsys.stdout.close()", ECHO, 1.0),
+        (ADD + "\nimport sys\nsys.stdout = None", ECHO, 1.0),
+        ("print(10**5000)", {"tests": [{"input": "", "output": "1" + "0" * 5000}]}, 1.0),
         ("import sys, os\nos.write(1, b'%d' % sum(map(int, sys.stdin.buffer.readline().split())))", ECHO, 1.0),
         (*prints("a  b\n\n", "  a  b"), 1.0),
         (*prints("a b", "a  b"), 0.0),
@@ -191,6 +222,7 @@ def test_the_shapes_of_public_data_sets():
         "tests": json.dumps([{"input": "[1]\n2", "output": "[2, 1]", "testtype": "functional"}]),
         "fn_name": "f",
     }
+    deep = "def f(n):\n    return n and 1 + f(n - 1)"
     lines = {"input_output": {"inputs": [["1", "2"], "5\n6\n"], "outputs": [["3"], "11"]}}
     check(
         [
@@ -205,6 +237,8 @@ def test_the_shapes_of_public_data_sets():
             (solution.replace("class Solution:\n    def f(self, ", "if 1:\n    def f("), lcb, 1.0),
             (solution.replace("(k, *nums)", "nums"), lcb, 0.0),
             (solution, functional, 1.0),
+            (solution.replace("nums, k", "nums: List[int], k: int") + " + tuple(deque())", lcb, 1.0),
+            (deep, {"input_output": {"fn_name": "f", "inputs": ["9000"], "outputs": ["9000"]}}, 1.0),
             (solution, {**functional, "fn_name": None}, None),
             ("print(int(input()) + int(input()))", lines, 1.0),
             ("print(int(input()) - int(input()))", lines, 0.0),
@@ -229,6 +263,16 @@ def test_the_shapes_of_public_data_sets():
         ("assert not f(1)", (["bool(f(1))"], "not _0")),
         ("assert f(1) is None", (["f(1)"], "_0 is None")),
         ("assert 1 < f(1) <= 3 and f(2) in (1, 2)", (["f(1)", "f(2)"], "1 < _0 <= 3 and _1 in (1, 2)")),
+        ("assert f(1).count('a') == 2", (["f(1).count('a')"], "_0 == 2")),
+        ("assert F(1).has('a') is True and g(f(1))", (["F(1).has('a')", "bool(g(f(1)))"], "_0 is True and _1")),
+        ("assert f(1) == True or not f(2)", (["f(1)", "bool(f(2))"], "_0 == True or not _1")),
+        # What the program would say of itself:
+        ("assert f(1).startswith('ab')", None),
+        ("assert f(1).__eq__(2) is True", None),
+        ("assert F(1).f(2).same(3)", None),
+        ("assert not differs(f(1), 2)", None),
+        ("assert f(1) == 2 and np.allclose(f(2), b=[3])", None),
+        ("assert True == close([f(1)], 2)", None),
         ("assert all(a < b for a, b in zip(f(1), [1]))", (["f(1)"], "all((a < b for a, b in zip(_0, [1])))")),
         ("x = [1, 2]\nassert f(x) == x", (["f([1, 2])"], "_0 == [1, 2]")),
         ("for i in [5]:\n    assert f(i) == str(i)", (["f(5)"], "_0 == str(5)")),
@@ -356,7 +400,7 @@ def test_a_hostile_program_holds_nobody_up():
     hostile_scores()
     started = time.perf_counter()
     check([(RIGHT, SQUARE, 1.0)] * 3)
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 30
 
 
 class Spy:
@@ -413,7 +457,8 @@ def test_a_program_that_ends_the_sandbox_scores_0():
 def test_what_comes_back_is_not_trusted():
     cases = plan(SQUARE, "")
     lines = ["[]", "{}", "9", "{", '{"status": 0}', "null", '{"status": 0, "out": "", "note": "[]"}', "[" * 10**5]
-    lines += [json.dumps({"status": 0, "out": "", "note": json.dumps({"values": v})}) for v in ([], 9, [9], [["x", 1]])]
+    values = ([], 9, [[9]], [["x", 1]])
+    lines += [json.dumps({"status": 0, "out": "", "note": json.dumps({"values": v})}) for v in values]
     lines += [json.dumps({"status": s, "out": "", "note": '{"values": [["i", "9"]]}'}) for s in (None, 1, -9)]
     for line in lines:
         assert all(compare(cases, f"{line}\n{line}", 0.0)), line

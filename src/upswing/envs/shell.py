@@ -20,7 +20,7 @@ from upswing.trajectory.types import Message, Task
 from upswing.verify.sandbox import SandboxLimits, SandboxUnavailable, Workspace
 
 _LIMITS = SandboxLimits(wall_s=10.0, cpu_s=5.0, memory_mb=256, output_bytes=20_000)
-_LOOK = ["find", ".", "-mindepth", "1", "(", "!", "-type", "d", ")", "-printf", r"%y %m %P\t%l\0"]
+_LOOK = ["find", ".", "-mindepth", "1", "(", "!", "-type", "d", ")", "-printf", r"%y %m %P\0%l\0"]
 _MOST_FILES, _MOST_CHARS = 200, 4000
 """What of a change is kept in the state: at most so many paths, and of longer files only a fingerprint."""
 _WORDS = ("amber", "birch", "coral", "delta", "ember", "flint", "grove", "heron", "inlet", "jetty", "knoll", "lotus")
@@ -104,6 +104,8 @@ class Shell(GeneratedEnv):
         if task.data["setup"]:
             shown(await self._execute(["bash", "-c", task.data["setup"]]))
         self._start, self._found = await self._look(), {}
+        if "/" in self._start:
+            raise EnvironmentBroken(f"the files can't be read at the start: {self._start}")
         return await super().reset(task, seed)
 
     async def step(self, message: AssistantMessage) -> Observation:
@@ -134,8 +136,8 @@ class Shell(GeneratedEnv):
         if result.killed or result.returncode:
             return {"/": {"other": f"unreadable: {result.killed or result.stderr[-200:]!r}"}}
         files, found = await asyncio.to_thread(self._place.files), dict[str, Any]()
-        for line in result.stdout.decode("utf-8", "replace").split("\0")[:-1]:
-            what, _, target = line.partition("\t")
+        texts = result.stdout.decode("utf-8", "replace").split("\0")
+        for what, target in zip(texts[:-1:2], texts[1::2], strict=True):
             kind, mode, path = what.split(" ", 2)
             if kind == "l":
                 found[path] = {"link": target}

@@ -6,30 +6,33 @@ yes), and even these are read in a process apart, with a deadline.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Score
 from upswing.verify.code_driver import READY
-from upswing.verify.code_tests import plan
+from upswing.verify.code_tests import IMPORTS, plan
+from upswing.verify.deadline import in_turn
 from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable, default_sandbox
 from upswing.verify.text import check_number, read_answer, unscored
-from upswing.verify.worker import Overrun, Workers
+from upswing.verify.worker import MAX_WORKERS, Overrun, Workers
 
 _FENCE = re.compile(r"^ {0,3}```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _DRIVER = files("upswing.verify").joinpath("code_driver.py").read_text(encoding="utf-8")
 _COMPARE_S = 5.0
-_SPARE_BYTES = 1 << 16
-"""What a program may print, or return, beyond twice the longest text that is wanted."""
+_ROOM, _MOST_ROOM = 4 << 20, 32 << 20
+"""Bytes that a program may print or return in a test: the least and the most, by the longest text that is wanted."""
 _MOST_BYTES = 64 << 20
 """What all tests of a program may bring out."""
 _compare = Workers("upswing.verify.code_tests:compare")
+_comparing = ThreadPoolExecutor(MAX_WORKERS, "upswing-compare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class Code:
     its own. A fault of the program is 0; tests that can't be read, and a sandbox that doesn't work, are no score.
 
     `tolerance`: of floats, absolute and relative; not in asserts, which say their own. `timeout_s`: of one test, wall
-    time; `total_timeout_s`: of all. `memory_mb`: of one process. `unsafe_local`: run it without isolation.
+    time; `total_timeout_s`: of all. `memory_mb`: of all its processes. `unsafe_local`: run it without isolation.
     """
 
     partial: bool = False
@@ -70,18 +73,22 @@ class Code:
             return unscored(str(error))
         if not program:
             return Score(value=0.0, components={"passed": 0.0}, reason="there is no Python code in the answer")
-        given = {"program": program, "setup": str(data.get("setup") or data.get("test_setup_code") or "")}
+        given = {
+            "program": program,
+            "setup": str(data.get("setup") or data.get("test_setup_code") or ""),
+            "imports": IMPORTS * any("tuples_are_lists" in case for case in cases),
+        }
         try:
             text = await self._run(given, cases)
             if not text.startswith(READY):  # is it the program's doing, or the sandbox's?
-                idle = await self._run({"setup": "", "program": ""}, ())
+                idle = await self._run({"program": "", "imports": ""}, ())
                 if not idle.startswith(READY):
                     return unscored(f"the sandbox doesn't work: {idle:.300}")
         except SandboxUnavailable as error:
             return unscored(str(error))
         try:
             told = {"cases": cases, "text": text.partition("\n")[2], "tolerance": self.tolerance}
-            faults = await asyncio.to_thread(_compare.call, _COMPARE_S, **told)
+            faults = await in_turn(_comparing, partial(_compare.call, _COMPARE_S, **told))
         except Overrun as error:
             faults = [f"what it gave takes too much to compare ({error})"] * len(cases)
         passed = sum(not fault for fault in faults) / len(faults)
@@ -93,7 +100,7 @@ class Code:
     async def _run(self, given: Mapping[str, str], cases: Sequence[Mapping[str, Any]]) -> str:
         """What the driver wrote. Raises SandboxUnavailable."""
         longest = max((len(str(one)) for case in cases for one in case.get("accepted", (case.get("test"),))), default=0)
-        room = _SPARE_BYTES * (2 + 2 * longest // _SPARE_BYTES)  # coarse: the program can see its limit
+        room = min(_MOST_ROOM, _ROOM * (1 + 4 * longest // _ROOM))  # coarse: the program can see its limit
         total_s = min(self.total_timeout_s, self.timeout_s * len(cases) + 5)
         job = {
             **given,

@@ -3,7 +3,7 @@
 Each test is a process of its own, forked from this one, which never runs the program. What is expected isn't in here:
 a program that takes the driver over can only say what it could have returned.
 
-In (stdin, JSON): program, setup, tests ({stdin} or {calls}), timeout_s, output_bytes, stop_at_fault.
+In (stdin, JSON): program, setup, imports, tests ({stdin} or {calls}), timeout_s, output_bytes, stop_at_fault.
 Out: READY, then a line of JSON a test: {status, out, note}; `status` is the exit code, None past the time.
 """
 
@@ -29,6 +29,8 @@ READY = "ready"
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     results = os.fdopen(os.dup(1), "w")
+    sys.set_int_max_str_digits(0)  # as before Python 3.11: data sets have tests with longer numbers
+    exec(job["imports"], {})  # once, and not in every test
     print(READY, file=results, flush=True)
     for test in job["tests"]:
         result = run_test(job, test, results)
@@ -77,20 +79,28 @@ def play(job: dict[str, Any], test: dict[str, Any], note: int) -> None:
     said: dict[str, Any] = {}
     try:
         with contextlib.suppress(*[SystemExit] * script):  # `exit()` is an end like another, whatever its code
-            for name in ("setup", "program"):
+            for name in ("imports", "setup", "program"):
                 exec(compile(job[name], f"{name}.py", "exec", dont_inherit=True), module.__dict__)
         names = {"inf": float("inf"), "nan": float("nan")}  # how repr writes them in arguments
         said["values"] = [encode(eval(call, module.__dict__, names)) for call in test.get("calls", ())]
         if script:  # leave as a script does
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            sys.stdout.flush()
+            flush()
+            module.__dict__.clear()  # ends, and so flushes, what it left open
+            flush()
     except BaseException as error:
         said["error"] = traceback.format_exception_only(error)[-1].strip()[:500]
     try:
-        os.write(note, json.dumps(said).encode())
+        os.write(note, json.dumps(said, separators=(",", ":")).encode())
     finally:
         os._exit(int("error" in said))
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(Exception):  # closed, or nothing like a file any more
+            stream.flush()  # type: ignore[union-attr]
 
 
 def encode(value: Any) -> Any:
@@ -98,9 +108,10 @@ def encode(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return ["i", format(int.__add__(value, 0), "x")]  # hexadecimal: of any size, read in no time
+        number = int.__add__(value, 0)
+        return number if -(1 << 64) < number < 1 << 64 else ["i", format(number, "x")]  # read in no time
     if isinstance(value, float):
-        return ["f", float.__repr__(value)]
+        return value
     if isinstance(value, complex):
         return ["c", repr(value.real), repr(value.imag)]
     if isinstance(value, bytes | bytearray):

@@ -28,6 +28,13 @@ _OF_ANY = frozenset(
     ["all", "any", "bool", "dict", "frozenset", "list", "max", "min", "set", "sorted", "str", "sum", "tuple"]
 )
 """Those that also read what is no plain data, such as a generator: around nothing but a call, they go in with it."""
+_LOADED = [
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "builtins", "typing",
+]  # fmt: skip
+IMPORTS = "".join([f"from {name} import *\n" for name in _LOADED] + [f"import {name}\n" for name in _LOADED])
+IMPORTS += "sys.setrecursionlimit(50_000)\n"
+"""What tests with a `fn_name` have before the program, as in LiveCodeBench: its starter code doesn't run without."""
 _MAX_CASES = 10_000
 _REFUSED = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
@@ -151,9 +158,11 @@ class _Splitter(ast.NodeTransformer):
                 )
             ):
                 raise _unsplit(test)
-        plain = rest.operand if isinstance(rest, ast.UnaryOp) and isinstance(rest.op, ast.Not) else rest
-        if isinstance(plain, ast.Name):  # only whether it is true: of a match object, say, that is all that is known
-            self._calls = [f"bool({call})" for call in self._calls]
+        for i, compared in _truths(rest):
+            if self._judges(ast.parse(self._calls[i], mode="eval").body):
+                raise _unsplit(test)
+            if not compared:  # only whether it is true: of a match object, say, that is all that is known
+                self._calls[i] = f"bool({self._calls[i]})"
         if self._calls:
             self.cases.append({"calls": self._calls, "test": ast.unparse(rest)})
         elif not isinstance(rest, ast.Constant):
@@ -169,7 +178,7 @@ class _Splitter(ast.NodeTransformer):
         self._calls.append(ast.unparse(node))
         return ast.Name(f"_{len(self._calls) - 1}", ast.Load())
 
-    def _goes_in(self, node: ast.expr) -> bool:
+    def _goes_in(self, node: ast.AST) -> bool:
         """A call of the tested function, or what is made of nothing but one: `set(f(1))`."""
         if not isinstance(node, ast.Call):
             return False
@@ -181,6 +190,32 @@ class _Splitter(ast.NodeTransformer):
             alone = len(node.args) == 1 and not node.keywords and root is node.func
             return name in _OF_ANY and alone and self._goes_in(node.args[0])
         return name == self.entry if self.entry else bool(name) and name not in self.known and name != "math"
+
+    def _judges(self, call: ast.expr) -> bool:
+        """Whether it says if another call was right, as `close(f(1), 2)` and `f(1).startswith("a")` do: it would be the
+        program's to say."""
+        assert isinstance(call, ast.Call)
+        of = call.func.value if isinstance(call.func, ast.Attribute) else None
+        given = [*call.args, *(one.value for one in call.keywords)]
+        if isinstance(of, ast.Call) and not (isinstance(of.func, ast.Name) and of.func.id[0].isupper()):  # no class
+            return bool(given)
+        return len(given) > 1 and any(self._goes_in(node) for one in given for node in ast.walk(one))
+
+
+def _truths(test: ast.expr) -> Iterator[tuple[int, bool]]:
+    """The calls, by number, of which a test only asks if they are true, and whether by a comparison."""
+    match test:
+        case ast.Name(id=name) if name[1:].isdigit():
+            yield int(name[1:]), False
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            yield from _truths(inner)
+        case ast.BoolOp(values=parts):
+            for part in parts:
+                yield from _truths(part)
+        case ast.Compare(left=left, comparators=others):
+            sides = [left, *others]
+            if any(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in sides):
+                yield from ((number, True) for one in sides for number, _ in _truths(one))
 
 
 class _Substitute(ast.NodeTransformer):
@@ -231,7 +266,7 @@ def _fault(case: Mapping[str, Any], line: str, tolerance: float) -> str:
         if result["status"] is None:
             return "it took too long"
         if "error" in note:
-            return str(note["error"])[:300]
+            return str(note["error"])[:300].encode("utf-8", "replace").decode()
         if result["status"] != 0 or ("calls" in case and "values" not in note):
             return f"it ended with exit code {result['status']} and without a result"
         if "stdin" in case:
@@ -292,12 +327,10 @@ def _same_numbers(a: str, b: str, tolerance: float) -> bool:
 def decode(coded: Any) -> Any:
     """What `code_driver.encode` wrote. Raises ValueError or TypeError for anything else."""
     match coded:
-        case None | bool() | str():
+        case None | bool() | str() | int() | float():
             return coded
         case ["i", str(text)]:
             return int(text, 16)
-        case ["f", str(text)]:
-            return float(text)
         case ["c", str(real), str(imag)]:
             return complex(float(real), float(imag))
         case ["b", str(text)]:

@@ -15,8 +15,9 @@ from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxResult
 
 from .programs import NUMBERS, PROLOGUE, Hostile, describe
 
-NEXT_S = 2.0
-"""A check takes some hundredths of a second; this leaves room for a busy machine, not for a wait."""
+NEXT_S = 4.5
+"""A check takes some hundredths of a second; this leaves room for a busy machine, not for waiting until what hangs is
+ended 5 s after its time."""
 
 
 class Canaries:
@@ -79,7 +80,7 @@ class Canaries:
 
 async def faults_of(sandbox: Sandbox, canaries: Canaries, program: Hostile) -> list[str]:
     """Run it, and a check after it -> everything that isn't as it must be."""
-    limits = SandboxLimits(**{"wall_s": 5.0, "memory_mb": 256, **program.limits})
+    limits = SandboxLimits(**{"wall_s": 15.0, "memory_mb": 256, **program.limits})
     started = time.monotonic()
     result = await sandbox.run_python(canaries.prologue + program.code, limits=limits)
     took = time.monotonic() - started

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from upswing.errors import ConfigError
+from upswing.verify.deadline import call_with_deadline
 from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable, default_sandbox
 
 from .harness import next_check, survivors
@@ -100,13 +101,13 @@ async def test_commands(either: Sandbox, argv: list[str], returncode: int, stdou
 @pytest.mark.parametrize(
     ("code", "limits", "killed"),
     [
-        ("import time; print('before', flush=True); time.sleep(60)", {"wall_s": 0.4}, "wall"),
+        ("import time; print('before', flush=True); time.sleep(60)", {"wall_s": 1.0}, "wall"),
         ("print('before', flush=True)\nwhile True: pass", {"cpu_s": 0.2}, "cpu"),
         ("print('before', flush=True)\nwhile True: print('x' * 100)", {"output_bytes": 10_000}, "output"),
         (
             "import os, time; print('before', flush=True)\n"
-            "for _ in range(9): os.fork() or (a := b'x' * (30 << 20), time.sleep(9))\ntime.sleep(9)",
-            {"memory_mb": 128, "wall_s": 4.0},
+            "for _ in range(9): os.fork() or (a := b'x' * (30 << 20), time.sleep(60))\ntime.sleep(60)",
+            {"memory_mb": 128, "wall_s": 60.0},
             "memory",
         ),
     ],
@@ -114,7 +115,7 @@ async def test_commands(either: Sandbox, argv: list[str], returncode: int, stdou
 async def test_a_limit_keeps_what_came_before(either: Sandbox, code: str, limits: dict[str, Any], killed: str):
     result = await either.run_python(code, limits=SandboxLimits(**limits))
     assert (result.returncode, result.killed) == (None, killed)
-    assert result.stdout.startswith(b"before\n") and result.duration_s < 3
+    assert result.stdout.startswith(b"before\n") and result.duration_s < 9
     assert len(result.stdout) <= SandboxLimits(**limits).output_bytes and survivors(either) == []
 
 
@@ -169,10 +170,17 @@ async def test_files_lie_inside(sandbox: Sandbox, name: str):
         await sandbox.run(["true"], files={name: b""})
 
 
-@pytest.mark.parametrize("limits", [{"wall_s": 0}, {"memory_mb": -1}, {"processes": True}, {"cpu_s": float("inf")}])
+@pytest.mark.parametrize("limits", [{"wall_s": 0}, {"cpu_s": float("inf")}])
 def test_limits_are_numbers_above_0(limits: dict[str, Any]):
     with pytest.raises(ConfigError, match="allowed: a number above 0"):
         SandboxLimits(**limits)
+
+
+@pytest.mark.parametrize("name", ["memory_mb", "processes", "output_bytes", "disk_mb"])
+def test_counts_are_whole(name: str):
+    for value in (-1, True, 64.5, 1e6):
+        with pytest.raises(ConfigError, match="allowed: a whole number above 0"):
+            SandboxLimits(**{name: value})
 
 
 async def test_files_that_do_not_fit_are_no_result(sandbox: Sandbox):
@@ -184,12 +192,15 @@ async def test_files_that_do_not_fit_are_no_result(sandbox: Sandbox):
 async def test_children_that_hold_the_pipes_keep_nobody_waiting(either: Sandbox):
     """SBX-06: the partial output is kept, no process is left, no descriptor leaks."""
     code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('done', flush=True); time.sleep({})"
-    started, open_before = time.monotonic(), 0
+    open_before = 0
     for n in range(25):
-        result = await either.run_python(code.format(60 if n % 5 == 0 else 0), limits=SandboxLimits(wall_s=0.2))
-        assert result.stdout == b"done\n" and result.killed == ("wall" if n % 5 == 0 else None)
+        sleeps = n % 12 == 0
+        limits = SandboxLimits(wall_s=1.0 if sleeps else 30.0)
+        result = await either.run_python(code.format(60 * sleeps), limits=limits)
+        assert result.stdout == b"done\n" and result.killed == ("wall" if sleeps else None)
+        assert result.duration_s < 10
         open_before = open_before or len(os.listdir("/proc/self/fd"))
-    assert time.monotonic() - started < 15 and survivors(either) == []
+    assert survivors(either) == []
     assert len(os.listdir("/proc/self/fd")) <= open_before
 
 
@@ -212,8 +223,8 @@ async def test_a_cancelled_run_is_ended_at_once(either: Sandbox):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await either.run_python("import time\nwhile True: time.sleep(1)", limits=SandboxLimits(wall_s=30))
-        assert time.monotonic() - started < 2
-    end = time.monotonic() + 5
+        assert time.monotonic() - started < 10
+    end = time.monotonic() + 10
     while any(thread.name.startswith("sandbox") and _busy(either) for thread in threading.enumerate()):
         assert time.monotonic() < end
         await asyncio.sleep(0.05)
@@ -222,6 +233,75 @@ async def test_a_cancelled_run_is_ended_at_once(either: Sandbox):
 
 def _busy(sandbox: Sandbox) -> bool:
     return sandbox._threads._work_queue.qsize() > 0
+
+
+async def _fill(sandbox: Sandbox, sleep_s: float) -> list[asyncio.Task[Any]]:
+    """Something to do for every thread."""
+    code = f"import time; time.sleep({sleep_s})"
+    busy = [asyncio.create_task(sandbox.run_python(code)) for _ in range(sandbox._threads._max_workers)]
+    await asyncio.sleep(0)  # they are in line now
+    return busy
+
+
+async def test_waiting_for_a_thread_takes_nothing_off_a_deadline(sandbox: Sandbox):
+    async def check() -> bytes:
+        async with sandbox.workspace({"x": b"1"}) as place:
+            return (await place.run(["cat", "x"])).stdout
+
+    busy = await _fill(sandbox, 4.0)
+    assert await call_with_deadline(check, {}, timeout_s=3.5) == b"1"
+    await asyncio.gather(*busy)
+
+
+async def test_a_workspace_is_closed_however_often_its_user_is_cancelled(sandbox: Sandbox):
+    opened, before = asyncio.Event(), set(os.listdir("/proc/self/fd"))
+
+    async def use() -> None:
+        async with sandbox.workspace({}):
+            opened.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(use())
+    await opened.wait()
+    busy = await _fill(sandbox, 0.5)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.05)
+    assert task.cancelled()
+    await asyncio.gather(*busy)
+    end = time.monotonic() + 10
+    while set(os.listdir("/proc/self/fd")) - before or survivors(sandbox):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("start", "least"),
+    [
+        ("[os.fork() or spin() for _ in range(9)]", 7),
+        ("[threading.Thread(target=hashing, daemon=True).start() for _ in range(9)]", 7),
+        ("threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); os.fork() or time.sleep(9)", 0),
+    ],
+)
+async def test_a_program_of_many_weighs_as_one(either: Sandbox, start: str, least: int):
+    """Each of n that want to run at once has about an n-th of the weight; a step of `nice` is a factor of 1.25."""
+    code = f"""
+import hashlib, os, threading, time
+block = bytes(1 << 22)
+def spin():
+    while True: pass
+def hashing():
+    while True: hashlib.sha256(block)
+{start}
+def nicest():
+    mine = [p for p in os.listdir('/proc') if p.isdigit() and os.getpgid(int(p)) == os.getpgid(0)]
+    return max(os.getpriority(os.PRIO_PROCESS, int(one)) for p in mine for one in os.listdir(f'/proc/{{p}}/task'))
+end = time.monotonic() + ({least} and 30 or 0.5)
+while nicest() < ({least} or 19) and time.monotonic() < end: time.sleep(0.05 * bool({least}))
+print(nicest(), flush=True)
+os._exit(0)"""
+    result = await either.run_python(code, limits=SandboxLimits(cpu_s=60, wall_s=60))
+    assert int(result.stdout) >= least and (least or result.stdout == b"0\n")
 
 
 def test_one_sandbox_serves_several_loops_and_threads(sandbox: Sandbox):
@@ -271,7 +351,7 @@ def test_nothing_outlives_the_client(local: bool):
         assert client.stdout is not None
         launcher = int(client.stdout.readline())
         client.kill()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while os.path.exists(f"/proc/{launcher}") or _running("sleep\x0061.5"):
         assert time.monotonic() < end, (launcher, _running("sleep\x0061.5"))
         time.sleep(0.02)
@@ -318,7 +398,7 @@ async def test_unsafe_local_scrubs_the_environment_and_tidies_up(monkeypatch: py
     result = await sandbox.run_python("import os; print(os.environ.get('SECRET_TOKEN'), os.getcwd())")
     assert result.stdout.startswith(b"None ")
     await sandbox.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while (folder := Path(result.stdout.decode().split()[1]).parent).exists():
         assert time.monotonic() < end and "upswing-" in str(folder)
         await asyncio.sleep(0.02)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import upswing
-from upswing.verify import sandbox
+from upswing.verify import deadline, sandbox
 
 from .programs import PROGRAMS
 
@@ -59,6 +59,7 @@ def test_an_ordinary_user_has_the_same_isolation(tmp_path: Path):
     for name in ("upswing", "upswing/verify"):
         (tmp_path / name / "__init__.py").touch()
     shutil.copy(Path(upswing.__file__).parent / "errors.py", tmp_path / "upswing")
+    shutil.copy(Path(deadline.__file__), tmp_path / "upswing" / "verify")
     shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "upswing" / "verify" / "sandbox")
     shutil.copytree(Path(__file__).parent, tmp_path / "faults" / "sandbox")
     for path in (tmp_path, *tmp_path.rglob("*")):

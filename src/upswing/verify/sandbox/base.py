@@ -27,8 +27,10 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-                raise ConfigError(f"sandbox limit {one.name}: got {value!r}; allowed: a number above 0")
+            kinds = (int, float) if isinstance(one.default, float) else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
+                what = "a number" if float in kinds else "a whole number"
+                raise ConfigError(f"sandbox limit {one.name}: got {value!r}; allowed: {what} above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The side of Upswing: asks the launcher for sandboxes, gives them work and keeps the last word on time.
 
 Every call blocks in a thread of the sandbox's own, so one sandbox serves any number of event loops, and so many runs
-at once as it has threads; the others wait, which doesn't count as their wall time.
+at once as it has threads; the others wait, which counts neither as their wall time nor for their callers' deadlines.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from upswing.errors import ConfigError
+from upswing.verify.deadline import in_turn, off_the_clock
 from upswing.verify.sandbox.base import SandboxLimits, SandboxResult, SandboxUnavailable
 from upswing.verify.sandbox.jail import wire
 
@@ -299,7 +300,10 @@ class Sandbox:
             await self._call(place, place._open)
             yield place
         finally:
-            await self._call(place, place._close)
+            place.kill()
+            closed = self._threads.submit(place._close)  # however often the caller is cancelled
+            with off_the_clock():
+                await asyncio.shield(asyncio.wrap_future(closed))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)
@@ -307,7 +311,8 @@ class Sandbox:
 
     async def _call(self, place: Workspace, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            done: T = await in_turn(self._threads, work)
+            return done
         except asyncio.CancelledError:
             place.kill()
             raise

@@ -26,7 +26,7 @@ _DENIED: dict[str, tuple[int, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "uselib": (134, None), "_sysctl": (156, None), "sysfs": (139, None),
     "personality": (135, 92), "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "syslog": (103, 116),
     "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "set_mempolicy_home_node": (450, 450),
+    "set_mempolicy_home_node": (450, 450), "inotify_init": (253, None), "inotify_init1": (294, 26),  # few for a user
     # the machine
     "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
     "quotactl_fd": (443, 443), "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266),

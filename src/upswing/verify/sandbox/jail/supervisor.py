@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import os
 import resource
 import select
@@ -11,8 +12,9 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from . import linux, seccomp, wire
 from .program import Job
@@ -133,6 +135,7 @@ class _Run:
         self.pid, self.limits, self.jailed = pid, limits, jailed
         self.into, self.stdin, self.texts = into, memoryview(stdin), {out: bytearray(), err: bytearray()}
         self.started, self.children_s = time.monotonic(), _children_s()
+        self.seen_s, self.at_once = dict[int, float](), deque([0] * 5, 5)
         self.status: int | None = None
         self.killed: str | None = None
         self.exit = os.pidfd_open(pid)
@@ -227,25 +230,57 @@ class _Run:
     def _broken(self) -> str | None:
         """The limit that the processes break together."""
         jailed = (int(one) for one in os.listdir("/proc") if one.isdigit() and one != "1")
-        used = [one for one in map(_used, jailed if self.jailed else _descendants()) if one]
-        if sum(one[0] for one in used) > self.limits["memory_mb"] * 1024:
+        pids = list(jailed if self.jailed else _descendants())
+        used = {pid: one for pid in pids if (one := _used(pid))}
+        self._share(used)
+        if sum(one.memory for one in used.values()) > self.limits["memory_mb"] * 1024:
             return "memory"
-        if sum(one[1] for one in used) + _children_s() - self.children_s > self.limits["cpu_s"]:
+        self.seen_s.update((pid, one.own_s) for pid, one in used.items())
+        counted_s = sum(one.own_s + one.children_s for one in used.values()) + _children_s() - self.children_s
+        if max(counted_s, sum(self.seen_s.values())) > self.limits["cpu_s"]:  # seen: whose parent ignores its end
             return "cpu"
         return "processes" if len(used) > self.limits["processes"] else None
 
+    def _share(self, used: Mapping[int, _Used]) -> None:
+        """Threads that want the cores together for a while get less of them each, so that a program weighs about as one
+        and can't starve its neighbours. Less stays less."""
+        running = _running(used) if sum(one.threads for one in used.values()) > 2 else []
+        self.at_once.append(len(running))
+        steps = min(19, round(math.log(max(1, min(self.at_once)), 1.25)))
+        for thread in running if steps else ():
+            with contextlib.suppress(OSError):  # gone, or has less already
+                os.setpriority(os.PRIO_PROCESS, thread, steps)
 
-def _used(pid: int) -> tuple[int, float] | None:
-    """A process's memory in KiB without files, and its CPU seconds with those of its children."""
+
+class _Used(NamedTuple):
+    """Of a process: its memory in KiB without files, its CPU seconds, those of its dead children, its threads."""
+
+    memory: int
+    own_s: float
+    children_s: float
+    threads: int
+
+
+def _used(pid: int) -> _Used | None:
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().split(b"\n")
         with open(f"/proc/{pid}/stat", "rb") as file:
-            times = file.read().rpartition(b")")[2].split()[11:15]
+            numbers = [int(one) for one in file.read().rpartition(b")")[2].split()[1:19]]
     except OSError:
         return None
     memory = sum(int(line.split()[1]) for line in lines if line.startswith((b"RssAnon", b"RssShmem")))
-    return memory, sum(map(int, times)) / _HZ
+    return _Used(memory, sum(numbers[10:12]) / _HZ, sum(numbers[12:14]) / _HZ, numbers[16])
+
+
+def _running(pids: Iterable[int]) -> list[int]:
+    """The threads of these processes that run or wait for a core."""
+    found = list[int]()
+    for path in (path for pid in pids for path in glob.glob(f"/proc/{pid}/task/*")):
+        with contextlib.suppress(OSError), open(f"{path}/stat", "rb") as file:
+            if file.read().rpartition(b")")[2].split()[0] == b"R":
+                found.append(int(os.path.basename(path)))
+    return found
 
 
 def _children_s() -> float:
