@@ -121,7 +121,7 @@ def test_a_random_policy_fails():
 
 
 def test_files_stay_and_the_shell_does_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shell, "_LIMITS", replace(shell._LIMITS, wall_s=3.0))
+    monkeypatch.setattr(shell, "_LIMITS", replace(shell._LIMITS, wall_s=2.0))
 
     async def run(*commands: str) -> list[str]:
         env = environment_factory("shell", {"max_turns": 20})()

@@ -97,6 +97,7 @@ def test_programs_are_right_or_wrong():
             ("def f(x):\n    return area(x) + y", {**calls((3, 10)), "setup": "y = 1\ndef area(x): return x * x"}, 1.0),
             ("if __name__ == '__main__':\n    print(1 / 0)\n" + RIGHT, SQUARE, 1.0),
             ("n = 0\ndef f(x):\n    global n\n    n += 1\n    return n", calls((1, 1), (1, 1)), 1.0),
+            ("import os\nif os.fork():\n    os.wait()\n" + RIGHT, SQUARE, 1.0),
             ("n = 0\ndef f(x):\n    global n\n    n += 1\n    return n", calls((1, 1), (1, 2)), 0.0),
         ]
     )  # fmt: skip
@@ -173,6 +174,7 @@ def test_printed_output_is_compared_as_livecodebench_does():
         (AT_EXIT, ECHO, 1.0),
         (THREAD, ECHO, 1.0),
         (LEFT_OPEN, ECHO, 1.0),
+        ("import os, sys\nif os.fork():\n    os.wait()\nelse:\n    " + ADD.replace("\n", "\n    "), ECHO, 1.0),
         (ADD + "\nimport sys\nsys.stdout.close()", ECHO, 1.0),
         (ADD + "\nimport sys\nsys.stdout = None", ECHO, 1.0),
         ("print(10**5000)", {"tests": [{"input": "", "output": "1" + "0" * 5000}]}, 1.0),

@@ -77,6 +77,7 @@ def play(job: dict[str, Any], test: dict[str, Any], note: int) -> None:
     module = types.ModuleType("__main__" if script else "program")
     sys.modules[module.__name__] = module
     said: dict[str, Any] = {}
+    me = os.getpid()
     try:
         with contextlib.suppress(*[SystemExit] * script):  # `exit()` is an end like another, whatever its code
             for name in ("imports", "setup", "program"):
@@ -92,7 +93,8 @@ def play(job: dict[str, Any], test: dict[str, Any], note: int) -> None:
     except BaseException as error:
         said["error"] = traceback.format_exception_only(error)[-1].strip()[:500]
     try:
-        os.write(note, json.dumps(said, separators=(",", ":")).encode())
+        if os.getpid() == me:  # and not a child of the program that came to its end as well
+            os.write(note, json.dumps(said, separators=(",", ":")).encode())
     finally:
         os._exit(int("error" in said))
 

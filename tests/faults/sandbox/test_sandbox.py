@@ -193,7 +193,7 @@ async def test_children_that_hold_the_pipes_keep_nobody_waiting(either: Sandbox)
     """SBX-06: the partial output is kept, no process is left, no descriptor leaks."""
     code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('done', flush=True); time.sleep({})"
     open_before = 0
-    for n in range(25):
+    for n in range(13):
         sleeps = n % 12 == 0
         limits = SandboxLimits(wall_s=1.0 if sleeps else 30.0)
         result = await either.run_python(code.format(60 * sleeps), limits=limits)
@@ -248,8 +248,8 @@ async def test_waiting_for_a_thread_takes_nothing_off_a_deadline(sandbox: Sandbo
         async with sandbox.workspace({"x": b"1"}) as place:
             return (await place.run(["cat", "x"])).stdout
 
-    busy = await _fill(sandbox, 4.0)
-    assert await call_with_deadline(check, {}, timeout_s=3.5) == b"1"
+    busy = await _fill(sandbox, 3.0)
+    assert await call_with_deadline(check, {}, timeout_s=2.5) == b"1"
     await asyncio.gather(*busy)
 
 
