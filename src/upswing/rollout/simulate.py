@@ -96,7 +96,7 @@ class Layout:
     shared: bool = False
 
 
-class _Engine:
+class SimulatedEngine:
     """All running completions advance a token a step; a step takes longer the more there are."""
 
     def __init__(self, costs: Costs, slots: int) -> None:
@@ -196,11 +196,11 @@ class _World:
     layout: Layout
     seed: int
     scheduler: Scheduler[Played] = field(init=False)
-    engines: list[_Engine] = field(init=False)
+    engines: list[SimulatedEngine] = field(init=False)
 
     def start(self, pace: Pace) -> None:
         """Inside the event loop."""
-        self.engines = [_Engine(self.costs, self.layout.slots) for _ in range(self.layout.engines)]
+        self.engines = [SimulatedEngine(self.costs, self.layout.slots) for _ in range(self.layout.engines)]
         self.scheduler = Scheduler(
             play=self.group, pace=pace, staleness=lambda group: self.scheduler.version - group.oldest
         )
@@ -217,7 +217,7 @@ class _World:
             tokens=sampled + sum(turn.new_tokens for turn in turns), sampled_tokens=sampled, oldest=min(oldest)
         )
 
-    async def _trajectory(self, turns: Sequence[Turn], engine: _Engine) -> int:
+    async def _trajectory(self, turns: Sequence[Turn], engine: SimulatedEngine) -> int:
         oldest = self.scheduler.version
         for turn in turns:
             await engine.generate(turn)

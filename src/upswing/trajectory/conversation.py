@@ -45,7 +45,7 @@ class _Tokens:
         """Append tokens of one turn. Without log-probs and versions they are NaN and -1."""
         count = len(tokens)
         logprobs, versions = engine_logprobs or [math.nan] * count, policy_version or [-1] * count
-        new = (tokens, [sampled] * count, logprobs, versions, [turn] * count)
+        new: tuple[Sequence[Any], ...] = (tokens, [sampled] * count, logprobs, versions, [turn] * count)
         for column, values in zip(self._columns.values(), new, strict=True):
             column.extend(values)
 
