@@ -1,6 +1,6 @@
 """The engine over HTTP against a server that speaks vLLM's protocol with a real model behind it, and its faults.
 
-`bench/vllm.py` measures the same against vLLM itself.
+`bench/vllm_engine.py` measures the same against vLLM itself.
 """
 
 from __future__ import annotations

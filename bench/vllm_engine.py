@@ -1,10 +1,11 @@
 """The vLLM engine against the learner's own log-probs, before and after new weights; and what giving weights costs.
 
-    python bench/vllm.py --vllm-python vllm-env/bin/python [--quick] [--dtype float32]
+    python bench/vllm_engine.py --vllm-python vllm-env/bin/python [--quick] [--dtype float32]
 
 Starts a server in vLLM's own environment, samples from SmolLM2-135M at three temperatures, changes the weights in the
 middle of running completions, and compares every token's log-prob with a float32 forward of the weights that the engine
-says sampled it. Tokens that span the change are left out: their context was read again by the new weights.
+says sampled it. Tokens that span the change are left out: their context was read again by the new weights. (The file
+isn't called vllm.py: beside the other scripts it would be taken for the package, by TRL for one.)
 """
 
 from __future__ import annotations
