@@ -36,7 +36,13 @@ def serve(*args: str | Path) -> Result:
 def test_tools_are_served_until_interrupted(kind: str, tools: Path, echo: Path):
     source = [f"{tools}:double"] if kind == "functions" else [str(echo), "env.args.word=oslo"]
     command = [sys.executable, "-m", "upswing.cli.main", "tools", "serve", *source, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline().strip()]
