@@ -116,8 +116,12 @@ def test_an_interrupt_during_an_update_comes_after_it_and_loses_no_step(tmp_path
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Learner, "rl_update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(one, tmp_path / "run")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(one, tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(updates) == 2
     assert [path.name for path in (tmp_path / "run/checkpoints/rl").glob("step-*")] == ["step-000002"]
     run(one, tmp_path / "run", resume=True)

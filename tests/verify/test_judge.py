@@ -131,7 +131,7 @@ async def test_a_transcript_shows_all_turns_and_no_turn_can_pretend_to_be_anothe
     (asked,) = server.asked
     shown = asked.part("candidate")
     assert re.findall(rf"<(\w+)-{asked.nonce}>", shown) == ["assistant", "tool", "assistant"]
-    assert "I know it" not in shown and "nothing found" in shown and "<tool-1" not in shown
+    assert "I know it" not in shown and "nothing found" in shown and "<tool-1>" not in shown
 
 
 # -- what is no verdict -----------------------------------------------------------------------------------------------
