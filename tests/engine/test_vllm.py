@@ -263,11 +263,14 @@ async def test_what_does_not_fit_is_refused_before_it_is_sent(engine: VllmEngine
     await engine.close()
 
 
-def test_a_server_with_other_logprobs_may_not_be_trained_with(address: tuple[Server, str], server: Server) -> None:
+def test_a_server_with_other_logprobs_may_not_be_trained_with(
+    address: tuple[Server, str], server: Server, tmp_path: Path
+) -> None:
     server.processed = False
-    engine = VllmEngine.connect(address[1])
+    engine = VllmEngine.connect(address[1], weights_dir=tmp_path)
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
         engine.require_training()
+    assert not list(tmp_path.iterdir()), "a folder for weights that never come"
 
 
 def test_a_server_that_takes_no_weights_may_not_be_trained_with(address: tuple[Server, str], server: Server) -> None:

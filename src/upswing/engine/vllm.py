@@ -41,7 +41,9 @@ class VllmEngine:
         self.url, self.max_context, self.capabilities = url, max_context, capabilities
         self.version = 0
         self.stats = EngineStats()
-        self._folder = weights_dir
+        self._parent = weights_dir
+        self._folder: Path | None = None
+        """Made with the first weights, so that a server that is refused or only evaluated leaves nothing behind."""
         self._newest: Path | None = None
         self._client: httpx2.AsyncClient | None = None
         self._lock: asyncio.Lock | None = None
@@ -63,8 +65,7 @@ class VllmEngine:
                 weight_updates=client.get("/weight_info").status_code == 200,
             )
         shared = Path("/dev/shm")
-        parent = weights_dir or (shared if shared.is_dir() else Path(tempfile.gettempdir()))
-        folder = Path(tempfile.mkdtemp(prefix="upswing-weights-", dir=parent))
+        folder = weights_dir or (shared if shared.is_dir() else Path(tempfile.gettempdir()))
         limit = int(models[0].get("max_model_len") or 2**31)
         return cls(url, max_context=limit, capabilities=capabilities, weights_dir=folder)
 
@@ -114,6 +115,8 @@ class VllmEngine:
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load weights (Hugging Face parameter names) as policy `version`, while completions run."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="upswing-weights-", dir=self._parent))
         folder = self._folder / str(version)
         folder.mkdir(parents=True, exist_ok=True)
         held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
@@ -129,7 +132,8 @@ class VllmEngine:
         """The server goes on; what was written for it goes."""
         if self._client is not None:
             await self._client.aclose()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- what is sent ---------------------------------------------------------------------------------------------
 
