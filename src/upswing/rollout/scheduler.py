@@ -66,8 +66,6 @@ class Taken(Generic[T]):
     numbers: tuple[int, ...]
     groups: tuple[T, ...]
     counts: Counts
-    waited_s: float
-    """How long the learner waited for it."""
 
 
 @dataclass(kw_only=True)
@@ -130,8 +128,6 @@ class Scheduler(Generic[T]):
         `more`: a further batch for the same update (dynamic sampling). Raises what `play` raised once no full batch is
         left of groups that were started before.
         """
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         if more:
             self._allowed += self.pace.batch
         self._fill()
@@ -148,7 +144,7 @@ class Scheduler(Generic[T]):
         if self.pace.oversample and self.pace.max_staleness == 0:
             self._cancel_late()
         counts, self._counts = self._counts, Counts()
-        return Taken(numbers=numbers, groups=groups, counts=counts, waited_s=loop.time() - began)
+        return Taken(numbers=numbers, groups=groups, counts=counts)
 
     def advance(self) -> None:
         """An update was made and the engine has its weights: sort out what is stale now, and go on."""
