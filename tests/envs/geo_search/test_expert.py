@@ -13,6 +13,7 @@ from tests.envs.geo_search.conftest import Played
 from upswing.envs.geo_search import KINDS, GeoSearch
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.env import parse_action
+from upswing.envs.geo_search.expert import Plan
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall, ToolRecord, Trajectory
 
@@ -68,6 +69,23 @@ def test_comparisons_and_counts_show_their_working(world: World, play: Play) -> 
     for task in islice(env.tasks("dev"), 20):
         last = play(env, task).messages[-1].content
         assert not last.startswith("<answer>") and last.endswith(f"<answer>{task.gold[0]}</answer>")
+
+
+@pytest.mark.parametrize(
+    ("facts", "working"),
+    [
+        (("3,170,208", "17,351,822"), "A 3.1 million; B 17.3 million."),
+        (("999,999", "1,000,000"), "A 999.9 thousand; B 1.0 million."),
+        (("1,402,760,000", "801"), "A 1.4 billion; B 801."),
+        (("3,170,208", "3,190,000"), "A 3,170,208; B 3,190,000."),
+        (("33.45 S", "12.1 N"), "A 33.45 S; B 12.1 N."),
+    ],
+)
+def test_numbers_are_compared_in_words_unless_these_tie(facts: tuple[str, str], working: str) -> None:
+    plan = Plan(steps=(), final={"op": "max", "names": ["A", "B"], "of": [0, 1]})
+    shown, answer = plan.answer(facts)
+    assert shown == working
+    assert answer == ("A" if facts[0].startswith("1,4") else "B")
 
 
 def test_the_expert_is_the_same_for_the_same_rng(world: World, play: Play) -> None:

@@ -19,6 +19,7 @@ from upswing.trajectory.types import Message
 Search = Callable[[str], Sequence[str]]
 """A query -> result lines, as the agent would see them."""
 UNKNOWN = "unknown"
+_UNITS = ("", "thousand", "million", "billion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,10 @@ class Plan:
         names = [self.resolve(name, values) or "" for name in self.final["names"]]
         facts = [values[i] for i in self.final["of"]]
         sizes = [_size(fact) for fact in facts]
-        working = "; ".join(f"{name} {fact}" for name, fact in zip(names, facts, strict=True))
+        short = [_in_words(fact) for fact in facts]
+        # Two numbers that look the same in words are told apart by all of their digits.
+        shown = short if len(set(short)) == len(short) else facts
+        working = "; ".join(f"{name} {fact}" for name, fact in zip(names, shown, strict=True))
         return f"{working}.", names[sizes.index(max(sizes))]
 
     def _count_equal(self, values: Sequence[str]) -> tuple[str, str]:
@@ -79,6 +83,12 @@ def _size(fact: str) -> float:
     """'1,019,022' -> 1019022; '33.45 S' -> -33.45."""
     value = float(fact.replace(",", "").rstrip(" NS"))
     return -value if fact.endswith("S") else value
+
+
+def _in_words(fact: str) -> str:
+    """'17,351,822' -> '17.3 million', cut, not rounded: a small model orders such words far better than digits."""
+    head, *groups = fact.split(",")
+    return f"{head}.{groups[0][0]} {_UNITS[len(groups)]}" if groups else fact
 
 
 def solve(plan: Plan, search: Search, max_searches: int) -> tuple[str | None, int]:
