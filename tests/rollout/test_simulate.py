@@ -112,3 +112,15 @@ def test_a_hundred_devices_and_10000_trajectories():
         steps=3,
     )
     assert found.step_s > 0 and 0 < found.engine_busy <= 1
+
+
+def test_work_in_threads_takes_no_virtual_time():
+    async def main():
+        loop = asyncio.get_running_loop()
+        sleeping = asyncio.ensure_future(asyncio.sleep(100))
+        said = await asyncio.to_thread(lambda: time.sleep(0.02) or "done")
+        before = loop.time()
+        await sleeping
+        return before, f"{said} {loop.time():.0f}"
+
+    assert run_virtual(main()) == (0.0, "done 100")

@@ -26,11 +26,15 @@ T = TypeVar("T")
 
 
 class _Jump(selectors.SelectSelector):
-    """Waits by moving the clock."""
+    """Waits by moving the clock; for threads it really waits, and the clock stands."""
 
     now = 0.0
+    threads = 0
+    """Calls in threads that haven't returned."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.threads and timeout != 0:
+            return super().select(None)
         if timeout is None:
             raise RuntimeError("nothing is left that could happen: everything waits for something else")
         self.now += max(0.0, timeout)
@@ -45,9 +49,15 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now
 
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        future = super().run_in_executor(executor, func, *args)
+        self._jump.threads += 1
+        future.add_done_callback(lambda _: setattr(self._jump, "threads", self._jump.threads - 1))
+        return future
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time: sleeping takes none. Threads and sockets have no place in it."""
+    """`asyncio.run` in virtual time: sleeping takes none, nor does work in threads. Sockets have no place in it."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)
 
