@@ -8,6 +8,7 @@ import typer
 
 from upswing.cli.algorithms import algorithms_command
 from upswing.cli.audit import audit_command
+from upswing.cli.check import check_command
 from upswing.cli.eval import eval_command
 from upswing.cli.plan import plan_command
 from upswing.cli.play import play_command
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("run")(run_command)
 app.command("eval")(eval_command)
+app.command("check")(check_command)
 app.command("play")(play_command)
 app.command("audit")(audit_command)
 app.command("plan")(plan_command)

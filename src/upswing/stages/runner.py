@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ from upswing.trajectory.store import TrajectoryStore
 from upswing.view.report import write_report
 from upswing.view.run_folder import ENVIRONMENT, RECIPE, RESULTS, read_json, replace_file
 from upswing.world import World, preflight
+
+T = TypeVar("T")
 
 RUNNERS: dict[type, Callable[..., Awaitable[dict[str, Any]]]] = {
     SftStage: run_sft,
@@ -219,19 +221,28 @@ def eval_checkpoint(
     recipe: Recipe, model: str, *, split: str, tasks: int, greedy: bool, samples: int, log: Progress
 ) -> EvalSummary:
     """Measure any model (a checkpoint folder, a hub id, an alias) on a recipe's environment, without a run folder."""
+
+    async def measured(context: RunContext) -> EvalSummary:
+        chosen = context.tasks.take(split, derive_seed(recipe.seed, split, 0), tasks)
+        summary, _ = await measure(
+            context, chosen, label=model, temperature=0.0 if greedy else 1.0, samples=samples, seed=0
+        )
+        return summary
+
+    return with_model(recipe, model, log, measured)
+
+
+def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunContext], Awaitable[T]]) -> T:
+    """What `work` makes of a recipe's context with another base model, without a run folder."""
     world = check(recipe)
 
-    async def measured(scratch: Path) -> EvalSummary:
+    async def worked(scratch: Path) -> T:
         context = _context(recipe.model_copy(update={"model": model}), scratch, world, log)
         try:
-            chosen = context.tasks.take(split, derive_seed(recipe.seed, split, 0), tasks)
-            summary, _ = await measure(
-                context, chosen, label=model, temperature=0.0 if greedy else 1.0, samples=samples, seed=0
-            )
-            return summary
+            return await work(context)
         finally:
             await context.rollouts.close()
             await context.engine.close()
 
     with tempfile.TemporaryDirectory() as scratch:
-        return asyncio.run(measured(Path(scratch)))
+        return asyncio.run(worked(Path(scratch)))

@@ -1,0 +1,246 @@
+"""What an `rl` stage starts from, measured: success, format, speed, memory. And what is said of it before step 1."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from upswing.engine.kv_cache import KVCache
+from upswing.engine.torch import TorchEngine
+from upswing.evals.stats import Interval, bootstrap_mean_ci, pass_at_k
+from upswing.evals.summary import record_of
+from upswing.learn.activations import Fits
+from upswing.learn.logits import CHUNK_ELEMENTS
+from upswing.learn.precision import compute_context
+from upswing.learn.trainer import CPU_PACK, GPU_PACK
+from upswing.monitor.findings import Finding
+from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, shown
+from upswing.preflight.checks import Size, option_findings, room_findings, template_findings
+from upswing.recipe import DistillStage, RlStage
+from upswing.seeding import derive_seed
+from upswing.stages.context import RunContext
+from upswing.stages.evaluate import SUCCESS
+from upswing.stages.graduation import is_well_formed
+from upswing.stages.policy import PolicyMethod
+from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
+from upswing.verify.deadline import call_env
+
+CALL_TOKENS = 16
+"""What a call takes at least."""
+
+
+async def take_stock(
+    context: RunContext, stage: RlStage, count: int, samples: int, known: Measured
+) -> tuple[Measured, list[Finding]]:
+    """Play `count` train tasks, learn once on a copy, estimate. The recipe of `context` has the base model that the
+    stage, its only one, starts from; `known`: what was measured without them."""
+    rollouts, recipe, env = context.rollouts_at(0), context.recipe, context.make_env()
+    seed = derive_seed(recipe.seed, stage.name, "tasks")
+    tasks = context.tasks.take("train", seed, count)
+    model = context.adapted(context.source_model("base"), stage)
+    findings = option_findings(recipe, stage, sum(p.numel() for p in model.parameters()))
+    findings += template_findings(rollouts.renderer, rollouts.end_tokens, stage.name)
+    memory, machine = _memory_gb(context, stage, model), _machine_bytes(next(model.parameters()).device) / 1e9
+    del model
+    tools = bool(getattr(env, "_tools", ()))
+    if recipe.agent is None:
+        sizes, called = await _sizes(context, tasks, tools)
+        tools, turns = tools or called, getattr(env, "max_turns", None)
+        findings += room_findings(recipe, stage.name, sizes, has_tools=tools, max_turns=turns)
+    began = time.perf_counter()
+    with context.progress.task("check: rollouts", total=len(tasks) * samples, unit="trajectory") as told:
+        groups = await rollouts.groups(
+            tasks,
+            size=samples,
+            sampling=context.sampling(temperature=stage.temperature),
+            seed=derive_seed(recipe.seed, stage.name, "check"),
+            on_done=lambda trajectory: told.advance(1),
+        )
+    rollout_s = time.perf_counter() - began
+    measured = replace(
+        known,
+        **_success([t for group in groups for t in group.trajectories]),
+        has_tools=tools,
+        samples=samples,
+        distinct_tasks=float(len({task.id for task in context.tasks.take("train", seed, 2 * FEW_TASKS)})),
+        sampled_per_s=sum(t.num_sampled_tokens for group in groups for t in group.trajectories) / rollout_s,
+        memory_gb=memory,
+        machine_gb=machine,
+    )
+    if measured.memory_frac < 1 and measured.format.n:
+        measured = await _timed(context, stage, groups, measured, rollout_s / (len(tasks) * samples))
+    return measured, findings
+
+
+def _success(played: Sequence[Trajectory]) -> dict[str, Any]:
+    """The fields of Measured that trajectories say, with intervals over tasks."""
+    counted = [t for t in played if t.outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)]
+    graded = [t for t in counted if t.reward is not None]
+    right = {t.id: float((_value(t) or 0.0) >= 1 - 1e-9) for t in graded}
+    won, rewards = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for trajectory in graded:
+        won[trajectory.task.id].append(right[trajectory.id])
+        rewards[trajectory.task.id].append(float(trajectory.reward or 0.0))
+    k = min(map(len, won.values()), default=0)
+
+    def mean(values: dict[str, float], of: Sequence[Trajectory] = ()) -> Interval:
+        return bootstrap_mean_ci(list(values.values()), clusters=[t.task.id for t in of] or None)
+
+    formed = [t for t in graded if is_well_formed(t)]
+    return {
+        "pass_1": mean(right, graded),
+        "pass_k": mean({task: pass_at_k(len(found), int(sum(found)), k) for task, found in won.items()}),
+        "mixed": mean({task: float(0 < sum(found) < len(found)) for task, found in won.items()}),
+        "spread": mean({task: float(np.ptp(found) > 1e-6) for task, found in rewards.items()}),
+        "format": mean({t.id: float(is_well_formed(t)) for t in counted}, counted),
+        "pass_formed": mean({t.id: right[t.id] for t in formed}, formed),
+        "truncated": mean({t.id: float(t.outcome is Outcome.TRUNCATED) for t in counted}, counted),
+        "calls": mean({t.id: float(record_of(t).tool_calls) for t in counted}, counted),
+        "turns": float(np.mean([t.num_turns for t in counted])) if counted else math.nan,
+        "errored": 1 - len(counted) / len(played),
+    }
+
+
+def _value(trajectory: Trajectory) -> float | None:
+    """What says whether it succeeded."""
+    score = trajectory.score
+    return None if score is None else score.components.get(SUCCESS, score.value)
+
+
+async def _timed(
+    context: RunContext, stage: RlStage, groups: Sequence[Group], measured: Measured, trajectory_s: float
+) -> Measured:
+    """With one real update of a copy: seconds a step and hours in all. Warm-up counts, so it is rather too much."""
+    method = PolicyMethod(context, stage, 0)
+    began = time.perf_counter()
+    some = [_half_right(group) for group in groups[: stage.tasks_per_step]]
+    batch, *_ = await method.learn(some, 1 + (0 if stage.critic is None else stage.critic.warmup_steps))
+    update_s = time.perf_counter() - began
+    a_step, mixed = stage.tasks_per_step * stage.group_size, measured.mixed.mean
+    batches = min(float(stage.dynamic_sampling or 1), 1 / mixed if mixed > 0 else math.inf)
+    sampled_s, learned_s = trajectory_s * a_step * batches, update_s * a_step / len(batch.trajectories)
+    step_s = max(sampled_s, learned_s) if stage.max_staleness else sampled_s + learned_s
+    evaluated = stage.eval_tasks * (1 + stage.steps // stage.eval_every) if stage.eval_every else 0
+    total_s, limit_s = stage.steps * step_s, stage.time_limit_s or math.inf
+    return replace(
+        measured,
+        trained_per_s=sum(len(row.tokens) for row in batch.rows) / update_s,
+        step_s=step_s,
+        hours=(min(total_s, limit_s) + evaluated * trajectory_s) / 3600,
+        steps_frac=min(1.0, limit_s / total_s) if stage.time_limit_s else math.nan,
+    )
+
+
+def _half_right(group: Group) -> Group:
+    """Every second trajectory called right: no row's gradient is zero, so that the update costs what it can cost."""
+    scored = [(t, t.score) for t in group.trajectories if t.score is not None]
+    scores = [Score(value=i % 2, components=dict.fromkeys(old.components, i % 2)) for i, (_, old) in enumerate(scored)]
+    return replace(group, trajectories=tuple(replace(t, score=new) for (t, _), new in zip(scored, scores, strict=True)))
+
+
+async def _sizes(context: RunContext, tasks: Sequence[Task], has_tools: bool) -> tuple[list[Size], bool]:
+    """Each task's right play in tokens, the expert's or else the prompt and the shortest accepted answer; and whether
+    the expert calls tools."""
+    try:
+        context.make_env().expert(tasks[0], random.Random(0))
+    except NotImplementedError:
+        return [await _least(context, task, has_tools) for task in tasks], False
+    kept, failed = await context.rollouts.demonstrations(tasks, count=len(tasks), seed=0, min_reward=-math.inf)
+    plays = [play for play in (*kept, *failed) if play.branches]
+    turns = [max(np.bincount(b.turn[b.sampled], minlength=1).max() for b in play.branches) for play in plays]
+    sizes = [Size(int(turn), max(map(len, play.branches))) for turn, play in zip(turns, plays, strict=True)]
+    return sizes, any(play.tool_records for play in plays)
+
+
+async def _least(context: RunContext, task: Task, has_tools: bool) -> Size:
+    env, renderer, timeout_s = context.make_env(), context.rollouts.renderer, context.rollouts.limits.env_timeout_s
+    try:
+        seen = await call_env(env.reset, task, 0, timeout_s=timeout_s)
+    finally:
+        await call_env(env.close, timeout_s=timeout_s)
+    prompt = len(renderer.encode(renderer.render_text(seen.messages, seen.tools)))
+    answer = 1 + min((len(renderer.encode(renderer.guard(gold))) for gold in task.gold), default=0)
+    return Size(turn=answer, total=prompt + answer + CALL_TOKENS * has_tools)
+
+
+def _memory_gb(context: RunContext, stage: RlStage, model: Any) -> dict[str, float]:
+    """An estimate of what the learner's device must hold at once, by what takes it; 1e9 bytes."""
+    weights, recipe, engine = list(model.parameters()), context.recipe, context.engine
+    held, device, many = sum(p.nbytes for p in weights), weights[0].device, sum(p.numel() for p in weights)
+    trained = held + 12 * sum(p.numel() for p in weights if p.requires_grad)  # gradient and two moments in float32
+    pack = stage.max_tokens_per_pack or (CPU_PACK if device.type == "cpu" else GPU_PACK)
+    pack = max(pack, recipe.limits.context_tokens)
+    fits = Fits.measure(model, lambda: compute_context(device.type, context.compute_dtype), 1.0)
+    kept, choice = pack / fits.kept, stage.gradient_checkpointing
+    activations = min(kept, pack / fits.recomputed if choice is True else choice or kept)
+    parts = {
+        "the policy's weights, gradients and moments": trained,
+        "weights in 16 bits": 0 if context.compute_dtype == torch.float32 else 2 * many,
+        "the reference": held if stage.kl_coef and stage.lora is None else 0,
+        "the critic": trained if stage.critic is not None and stage.critic.kind == "separate" else 0,
+        "activations": 1e9 * activations + 8 * min(CHUNK_ELEMENTS, pack * model.config.vocab_size),
+    }
+    if isinstance(engine, TorchEngine) and engine.model.device == device:
+        slots = min(context.rollouts.max_concurrent, stage.tasks_per_step * stage.group_size)
+        tokens = min(slots * recipe.limits.context_tokens, engine.kv_tokens)
+        parts["keys and values"] = tokens * KVCache(engine.model, max_slots=1, max_positions=1).token_bytes
+        parts["the engine's weights"] = sum(p.nbytes for p in engine.model.parameters())
+    return {what: size / 1e9 for what, size in parts.items() if size}
+
+
+def _machine_bytes(device: torch.device) -> float:
+    """Memory of a device; of the CPU what this process may take."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # another system, or "max"
+            found.append(float(Path(limit).read_text()))
+    return min(found)
+
+
+def announce(context: RunContext, stage: RlStage | DistillStage, model: Any) -> None:
+    """Before step 1 of the first `rl` stage: what costs nothing to check, and what the evaluation on dev and the
+    graduation check have measured anyway."""
+    recipe, rollouts = context.recipe, context.rollouts
+    if not isinstance(stage, RlStage) or any(
+        isinstance(one, RlStage) for one in recipe.stages[: _index(recipe, stage)]
+    ):
+        return
+    findings = option_findings(recipe, stage, sum(p.numel() for p in model.parameters()))
+    for finding in [*findings, *template_findings(rollouts.renderer, rollouts.end_tokens, stage.name)]:
+        context.found(finding)
+    source = recipe.source_of(_index(recipe, stage), stage.from_)
+    graded = context.state.stages.get(source, {}).get("graduation", {})
+    row = next((row for row in context.metrics.read(stage.name) if row["step"] == 0 and "eval_low" in row), {})
+    dev = row.get(f"eval_{SUCCESS}", row.get("eval_reward"))
+    known = Measured(
+        pass_1=UNKNOWN if dev is None else Interval(dev, row["eval_low"], row["eval_high"], stage.eval_tasks),
+        format=_point(graded.get("format_valid_frac")),
+        mixed=_point(graded.get("mixed_frac")),
+        base=source == "base",
+    )
+    advice = advise(known)
+    facts = {"dev success": known.pass_1, "in the right format": known.format, "mixed tasks": known.mixed}
+    said = ", ".join(f"{name} {shown(value)}" for name, value in facts.items() if value.n) or "success not measured"
+    more = "" if advice.kind == "go" else f": {advice.why}. {advice.remedy}"
+    context.note(f"{stage.name}: pre-flight: {said}; advice: {advice.kind}{more} (upswing check measures more)")
+
+
+def _index(recipe: Any, stage: RlStage) -> int:
+    return next(i for i, one in enumerate(recipe.stages) if one.name == stage.name)
+
+
+def _point(value: float | None) -> Interval:
+    return UNKNOWN if value is None or math.isnan(value) else Interval(value, math.nan, math.nan, 1)

@@ -1,0 +1,78 @@
+"""`upswing check`: what it measures, what it exits with, and what a run says of it before step 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from upswing.cli.check import start_of
+from upswing.cli.main import app
+from upswing.monitor.progress import Progress
+from upswing.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def check(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, ["check", *map(str, args)])
+
+
+def test_what_an_untrained_model_and_a_clean_reward_come_to() -> None:
+    result = check(RECIPES / "tiny.yaml", "--tasks", 2, "--samples", 4, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    seen = found["measured"]
+    assert found["ok"] and found["advice"]["kind"] == "sft first" and not found["findings"]
+    assert seen["false_accept"] == seen["false_reject"] == 0 and seen["has_tools"] and seen["pending"] == "sft"
+    assert seen["pass_1"]["n"] == 8 and seen["pass_k"]["n"] == 2 and seen["pass_1"]["mean"] <= seen["pass_k"]["mean"]
+    assert 0 <= seen["format"]["low"] <= seen["format"]["mean"] <= seen["format"]["high"] <= 1
+    # 40 steps and 3 evaluations of 48 tasks; a copy was updated, so that both halves of a step were measured
+    assert 40 * seen["step_s"] < 3600 * seen["hours"] < 60 * seen["step_s"]
+    assert seen["sampled_per_s"] > 0 and seen["trained_per_s"] > 0 and sum(seen["memory_gb"].values()) < 1
+
+
+def test_critical_findings_and_too_little_compute_exit_with_1() -> None:
+    changes = ("limits.turn_tokens=2", "rl.group_size=2", "rl.tasks_per_step=1", "env.args.max_turns=1")
+    result = check(RECIPES / "tiny.yaml", *changes, "--tasks", 2, "--max-hours", 0, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    modes = {row["mode"]: row["severity"] for row in found["findings"]}
+    assert found["advice"]["kind"] == "not enough compute"
+    assert {"small_group", "small_batch", "answer_unreachable", "tool_unreachable"} <= modes.keys()
+    assert modes["answer_unreachable"] == modes["tool_unreachable"] == "critical"
+
+
+def test_a_run_is_checked_from_the_weights_that_rl_starts_from(echo: Path) -> None:
+    recipe = load_recipe(echo)
+    stage, model, known = start_of(echo, recipe)
+    assert (stage.name, model, known.pending, known.base) == ("rl", "tiny", "sft", False)
+    weights = echo.parent / "run" / "checkpoints" / "sft" / "final"
+    weights.mkdir(parents=True)
+    (echo.parent / "run" / "recipe.yaml").write_text(recipe.dump())
+    stage, model, known = start_of(echo.parent / "run", recipe)
+    assert (model, known.pending, known.base) == (str(weights), "", False)
+    alone = load_recipe(echo, ["stages=[{stage: rl, steps: 2}]"])
+    assert start_of(echo, alone)[2].base
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [(("stages=[{stage: eval}]",), "has no rl stage, only eval"), (("rl.lrr=1",), "lrr")]
+)
+def test_a_users_mistake_is_one_line(echo: Path, args: tuple[str, ...], words: str) -> None:
+    result = check(echo, *args)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and words in result.stderr
+
+
+def test_a_run_says_before_step_1_what_it_knows_anyway(tmp_path: Path) -> None:
+    from upswing.stages.runner import run_recipe
+
+    stages = "stages=[{stage: rl, steps: 1, tasks_per_step: 1, group_size: 2, eval_tasks: 2, eval_every: 1}]"
+    run_recipe(load_recipe(RECIPES / "tiny.yaml", [stages]), tmp_path / "run", log=Progress(quiet=True))
+    lines = (tmp_path / "run" / "events.log").read_text().splitlines()
+    said = next(i for i, line in enumerate(lines) if "pre-flight: dev success 0.00" in line)
+    assert said < next(i for i, line in enumerate(lines) if "dev after step 1" in line)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "findings.jsonl").read_text().splitlines()]
+    assert {"small_group", "small_batch"} <= {row.get("mode") for row in rows if row["step"] == 0}
