@@ -15,7 +15,7 @@ import torch
 
 from upswing.algo.aggregate import token_weights, turn_ids
 from upswing.algo.correction import correction_weights, opsm_mask
-from upswing.algo.kl import kl_k3, kl_loss
+from upswing.algo.kl import kl_clamped, kl_k3, kl_loss
 from upswing.algo.loss import LossTerms, safe_ratio
 from upswing.algo.regularise import llds
 from upswing.algo.value import value_loss
@@ -169,6 +169,7 @@ class Learner(Trainer):
                 kl_M = kl_loss(policy_M, ref_M, estimator=options.kl_estimator, old_logprobs_N=old_M)
                 loss_M = loss_M + options.kl_coef * kl_M
                 tally.add("kl", kl_k3(policy_M.detach(), ref_M))
+                tally.add("kl_clamped_frac", kl_clamped(policy_M, ref_M))
             if options.entropy_coef:
                 loss_M = loss_M - options.entropy_coef * entropy_M
             total = (weights_N[slot_M] * loss_M).sum()
@@ -193,9 +194,11 @@ class Learner(Trainer):
                 total = total + options.value_coef * value_M.sum() / flat.num_tokens
                 tally.add("value_loss", value_M)
             _tally_policy(tally, terms, policy_M.detach(), old_M, part)
+            _tally_turns(tally, entropy_M.detach(), hidden_MH, part)
             return total
 
         self.step(packs, objective, tally)
+        tally.end_step()
 
     def _minibatches(self, rows: Sequence[TrainRow], options: RLOptions) -> list[list[int]]:
         """Row indices of each minibatch: whole groups in random order, as many in each as divide evenly."""
@@ -365,6 +368,7 @@ def _tally_policy(tally: Tally, terms: LossTerms, policy_M: torch.Tensor, old_M:
     for name in ("ratio", "clipped_low", "clipped_high", "dual_clipped"):
         tally.add(name, getattr(terms, f"{name}_N"))
     tally.add_max("ratio", terms.ratio_N.detach())
+    tally.add_all("ratio", terms.ratio_N)
     tally.add("kl_old", kl_k3(old_M, policy_M))
     tally.add("logprob_good", policy_M[part.advantages_N > 0])
     tally.add("logprob_bad", policy_M[part.advantages_N < 0])
@@ -376,6 +380,20 @@ def _tally_policy(tally: Tally, terms: LossTerms, policy_M: torch.Tensor, old_M:
     rho = safe_ratio(old, engine)
     tally.add("rho", rho)
     tally.add("rho_squared", rho.square())
+
+
+def _tally_turns(tally: Tally, entropy_M: torch.Tensor, hidden_MH: torch.Tensor, part: FlatBatch) -> None:
+    """Entropy of first and later turns; and, once the backward pass gets there, the gradient by advantage's sign."""
+    tally.add("entropy_first", entropy_M[part.turn_N == 0])
+    tally.add("entropy_later", entropy_M[part.turn_N > 0])
+
+    def split(grad_MH: torch.Tensor) -> None:
+        squares_M = grad_MH.float().square().sum(-1)
+        tally.add_squares("grad_good", squares_M[part.advantages_N > 0])
+        tally.add_squares("grad_bad", squares_M[part.advantages_N < 0])
+
+    if hidden_MH.requires_grad:
+        hidden_MH.register_hook(split)  # type: ignore[no-untyped-call]
 
 
 def frozen_copy(model: Any) -> Any:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
+
+RATIO_QUANTILES = {"ratio_p01": 0.01, "ratio_p99": 0.99, "ratio_p999": 0.999}
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,16 @@ class Mean:
 
 @dataclass(kw_only=True)
 class Tally:
-    """One update's means over loss tokens by name, maxima and counts."""
+    """One update's means over loss tokens by name, maxima, counts, and values of which quantiles are told."""
 
     lr: float = math.nan
     seconds: float = math.nan
     means: dict[str, Mean] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    values: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    squares: dict[str, float] = field(default_factory=dict)
+    """Sums of squares over the packs of the optimizer step under way."""
 
     def add(self, name: str, values_N: torch.Tensor) -> None:
         self.means[name] = self.means.get(name, Mean()) + Mean.of(values_N)
@@ -52,6 +59,26 @@ class Tally:
     def add_max(self, name: str, values_N: torch.Tensor) -> None:
         if values_N.numel():
             self.maxima[name] = max(self.maxima.get(name, -math.inf), float(values_N.max()))
+
+    def add_all(self, name: str, values_N: torch.Tensor) -> None:
+        """Keep every value; memory is that of the update's loss tokens."""
+        self.values.setdefault(name, []).append(values_N.detach().float().cpu().numpy())
+
+    def add_squares(self, name: str, values_N: torch.Tensor) -> None:
+        if values_N.numel():
+            self.squares[name] = self.squares.get(name, 0.0) + float(values_N.double().sum())
+
+    def end_step(self) -> None:
+        """The step's norms, where finite, enter their means."""
+        for name, total in self.squares.items():
+            if math.isfinite(total):
+                self.add_value(name, math.sqrt(total))
+        self.squares.clear()
+
+    def quantiles(self, name: str, levels: Iterable[float]) -> list[float]:
+        """NaN without values."""
+        values_N = np.concatenate([*self.values.get(name, ()), np.zeros(0, np.float32)])
+        return [float(np.quantile(values_N, level)) if len(values_N) else math.nan for level in levels]
 
     def mean(self, name: str) -> Mean:
         return self.means.get(name, Mean())
@@ -65,17 +92,30 @@ class UpdateMetrics:
     """The aggregated loss, mean over the optimizer steps of the update."""
     grad_norm: float
     """Before clipping; mean over the steps whose gradient was finite, NaN when there was none."""
+    grad_good: Mean
+    """Norm of the loss's gradient at the last hidden states that predict tokens of positive advantage, whole loss
+    included; mean over the steps."""
+    grad_bad: Mean
     entropy: Mean
     """Nats, of the tempered policy."""
+    entropy_first: Mean
+    """Of tokens of the first turn, where an agent decides what to do at all."""
+    entropy_later: Mean
     policy_logprob: Mean
     ratio: Mean
     """policy / old."""
     ratio_max: float
+    ratio_p01: float
+    """Quantiles over all loss tokens of all steps."""
+    ratio_p99: float
+    ratio_p999: float
     clipped_low: Mean
     clipped_high: Mean
     dual_clipped: Mean
     kl: Mean
     """k3 to the reference; count 0 without one."""
+    kl_clamped_frac: Mean
+    """Share of tokens so far from the reference that k3 no longer grows."""
     kl_old: Mean
     """k3 between the policy before the update and now: how far this update moved."""
     mismatch_abs: Mean
@@ -126,6 +166,7 @@ def update_metrics(tally: Tally) -> UpdateMetrics:
     names = [spec.name for spec in fields(UpdateMetrics) if spec.type == "Mean"]
     counts = [spec.name for spec in fields(UpdateMetrics) if spec.name.startswith("num_")]
     found: dict[str, Any] = {name: tally.mean(name) for name in names}
+    found |= zip(RATIO_QUANTILES, tally.quantiles("ratio", RATIO_QUANTILES.values()), strict=True)
     return UpdateMetrics(
         **found | {name: tally.counts[name.removeprefix("num_")] for name in counts},
         loss=tally.mean("loss").value,

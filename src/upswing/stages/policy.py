@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from upswing.algo.advantage import ema_baseline
-from upswing.algo.kl import adaptive_kl_coef, kl_reward
+from upswing.algo.kl import adaptive_kl_coef, kl_clamped, kl_reward
 from upswing.algo.regularise import adaptive_entropy_coef
 from upswing.learn.critic import Critic
 from upswing.learn.learner import Learner
@@ -24,6 +24,8 @@ from upswing.models.heads import scalar_model
 from upswing.recipe import RlStage
 from upswing.stages.context import RunContext
 from upswing.stages.credit import Evidence, assign
+from upswing.stages.probe import Probe
+from upswing.stages.rl_metrics import effective_frac
 from upswing.stages.rows import Batch, make_batch, rewards_of
 from upswing.trajectory.types import Group, Trajectory
 
@@ -80,9 +82,11 @@ class PolicyMethod:
             signals |= self._train_critic(rows, returns, values)
         if stage.critic is not None and stage.critic.kind == "head" and returns is not None and values is not None:
             rows = [replace(r, returns=a, old_values=b) for r, a, b in zip(rows, returns, values, strict=True)]
+        probe = Probe(learner, rows, temperature=stage.temperature, passes=stage.updates_per_batch, old=old)
         update = None
         if stage.critic is None or step >= stage.critic.warmup_steps:
             update = learner.rl_update(rows, self._options(), old=old)
+        signals |= {"effective_frac": effective_frac(rows), **probe.after(groups, step, update)}
         self._adapt(batch, update, signals, step)
         return batch, update, signals
 
@@ -115,8 +119,10 @@ class PolicyMethod:
             return None, None, {}
         rows, temperature = batch.rows, self.stage.temperature
         policy, ref = (self.learner.logprobs(rows, temperature, reference=which) for which in (False, True))
-        kl_N = kl_reward(_wide(rows, policy), _wide(rows, ref))
-        return self.learner.extra["kl_coef"] * kl_N, policy, {"kl": float(kl_N.mean())}
+        policy_N, ref_N = _wide(rows, policy), _wide(rows, ref)
+        kl_N, far_N = kl_reward(policy_N, ref_N), kl_clamped(policy_N, ref_N)
+        signals = {"kl": float(kl_N.mean()), "kl_clamped_frac": float(far_N.double().mean())}
+        return self.learner.extra["kl_coef"] * kl_N, policy, signals
 
     def _values(self, batch: Batch) -> list[np.ndarray] | None:
         if self.stage.critic is None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from upswing.algo.advantage import has_signal
 from upswing.evals.summary import record_of
-from upswing.trajectory.types import Group, Outcome, Trajectory
+from upswing.learn.rows import TrainRow
+from upswing.stages.text_signals import text_signals
+from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
 from upswing.verify.rubric import GATED, variance_shares
+
+EMPTY = 2
+"""A trajectory of at most so many sampled tokens says nothing: an end of turn, with or without a line break."""
 
 
 def batch_metrics(
@@ -19,7 +25,7 @@ def batch_metrics(
     recovered: Callable[[Trajectory], bool | None] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Means over the batch's counted trajectories; NaN where nothing was counted.
+    """Means over the batch's counted trajectories; NaN where nothing was counted. What each says: docs/signals.md.
 
     `rewards_B` goes over the trajectories of all groups in order; NaN rewards are the unscored ones. `weights`: the
     rubric's; each component's share of the variance of its reward is then told too, if there are several.
@@ -29,6 +35,7 @@ def batch_metrics(
     counted = [record for record in records if record.counted]
     scored = [reward for reward in rewards_B if not math.isnan(reward)]
     calls = sum(record.tool_calls for record in counted)
+    errored, unscored = sum(record.outcome == Outcome.ERRORED for record in records), len(counted) - len(scored)
     values = {
         "reward": _mean(scored),
         "reward_std": _std(scored),
@@ -37,13 +44,19 @@ def batch_metrics(
         "tool_calls": _mean(record.tool_calls for record in counted),
         "invalid_call_frac": sum(record.invalid_calls for record in counted) / calls if calls else math.nan,
         "duplicate_call_frac": sum(record.duplicate_calls for record in counted) / calls if calls else math.nan,
+        "no_call_frac": _mean(record.tool_calls == 0 for record in counted),
         "truncated_frac": _mean(record.outcome == Outcome.TRUNCATED for record in counted),
+        "max_turns_frac": _mean(record.stop_reason == StopReason.MAX_TURNS for record in counted),
+        "empty_frac": _mean(record.sampled_tokens <= EMPTY for record in counted),
         "recovery": _mean(float(record.recovered) for record in counted if record.recovered is not None),
         "num_trajectories": len(played),
-        "num_errored": sum(record.outcome == Outcome.ERRORED for record in records),
-        "num_unscored": len(counted) - len(scored),
+        "num_errored": errored,
+        "num_unscored": unscored,
+        "errored_frac": errored / len(played) if played else math.nan,
+        "unscored_frac": unscored / len(played) if played else math.nan,
         "num_drift_events": sum(len(t.drift) for t in played),
         **_group_shares(groups, rewards_B),
+        **text_signals(groups, rewards_B),
     }
     for name in dict.fromkeys(name for record in counted for name in record.components):
         found = [record.components.get(name) for record in counted]
@@ -51,6 +64,15 @@ def batch_metrics(
     several = weights if weights is not None and len(weights) > 1 else {}
     shares = variance_shares([record.components for record in counted], several)
     return values | {f"variance_share_{name.removesuffix(GATED)}": share for name, share in shares.items()}
+
+
+def effective_frac(rows: Sequence[TrainRow]) -> float:
+    """(sum |A|)^2 / (B sum A^2) over the rows, A the mean size of the advantage at a row's loss tokens: the share of
+    the batch that the update in effect learns from. 0 when no row has an advantage, NaN without rows."""
+    sizes = [np.abs(np.broadcast_to(row.advantage, row.tokens.shape)[row.loss_positions]) for row in rows]
+    size_B = np.array([found.mean(dtype=np.float64) if len(found) else 0.0 for found in sizes])
+    squares = float(size_B @ size_B)
+    return float(size_B.sum()) ** 2 / (len(rows) * squares) if squares else 0.0 if rows else math.nan
 
 
 def _group_shares(groups: Sequence[Group], rewards_B: Sequence[float]) -> dict[str, float]:
