@@ -9,6 +9,7 @@ import typer
 from upswing.cli.algorithms import algorithms_command
 from upswing.cli.audit import audit_command
 from upswing.cli.check import check_command
+from upswing.cli.doctor import doctor_command
 from upswing.cli.eval import eval_command
 from upswing.cli.plan import plan_command
 from upswing.cli.play import play_command
@@ -32,6 +33,7 @@ app.command("eval")(eval_command)
 app.command("check")(check_command)
 app.command("play")(play_command)
 app.command("audit")(audit_command)
+app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)
 app.command("report")(report_command)
 app.command("rescore")(rescore_command)
