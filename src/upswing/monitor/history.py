@@ -4,6 +4,8 @@ another framework's log."""
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +21,9 @@ class History:
     """Step rows of one stage, oldest first, as float64 series over S steps.
 
     Rows without any training signal (held-out evaluations share the file) are merged into the step they belong to.
-    `facts` are the stage's resolved keys (`group_size`, `kl_coef`, ...) and `turn_tokens`, `max_turns`; empty for logs
-    that don't tell. Nothing is invented: what no row has is missing, and a detector that needs it is skipped.
+    `facts` are the stage's resolved keys (`group_size`, `kl_coef`, ...) and `turn_tokens`, `max_turns`, `weights` (of
+    the rubric, by name), `tools` (how many the agent has); empty for logs that don't tell. Nothing is invented: what
+    no row has is missing, and a detector that needs it is skipped.
     """
 
     def __init__(
@@ -32,29 +35,48 @@ class History:
         trajectories: Trajectories | None = None,
     ) -> None:
         self.stage, self.facts = stage, dict(facts or {})
-        merged: dict[int, dict[str, Any]] = {}
-        for row in rows:
-            merged.setdefault(int(row["step"]), {}).update({k: v for k, v in row.items() if k not in ("stage", "time")})
-        self._rows = [merged[step] for step in sorted(merged)]
-        self.steps_S = np.array(sorted(merged), dtype=np.int64)
         self.trajectories: Trajectories = trajectories or (lambda step: ())
+        self._steps: list[int] = []
+        self._columns: dict[str, array[float]] = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One more row; numbers of a step that is there already are replaced."""
+        step = int(row["step"])
+        at = bisect_left(self._steps, step)
+        if at == len(self._steps) or self._steps[at] != step:
+            self._steps.insert(at, step)
+            for column in self._columns.values():
+                column.insert(at, math.nan)
+        for name, value in row.items():
+            if name not in ("step", "time") and _is_number(value):
+                if name not in self._columns:
+                    self._columns[name] = array("d", [math.nan]) * len(self._steps)
+                self._columns[name][at] = float(value)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._steps)
+
+    @property
+    def steps_S(self) -> np.ndarray:
+        """int64 [S]."""
+        return np.array(self._steps, dtype=np.int64)
 
     @property
     def step(self) -> int:
         """The newest; -1 when there is none."""
-        return int(self.steps_S[-1]) if len(self.steps_S) else -1
+        return self._steps[-1] if self._steps else -1
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every signal that some row has as a number."""
-        return tuple(dict.fromkeys(k for row in self._rows for k, v in row.items() if k != "step" and _is_number(v)))
+        return tuple(self._columns)
 
     def series(self, name: str) -> np.ndarray:
         """float64 [S]; NaN where a step lacks it."""
-        return np.array([float(v) if _is_number(v := row.get(name)) else math.nan for row in self._rows])
+        column = self._columns.get(name)
+        return np.full(len(self._steps), math.nan) if column is None else np.array(column, dtype=np.float64)
 
     def has(self, name: str) -> bool:
         """Whether any step has it as a finite number."""

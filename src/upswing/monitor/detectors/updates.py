@@ -1,0 +1,248 @@
+"""Failures of the update itself: the policy moves too far, the wrong way, or from samples that aren't its own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from upswing.monitor.detectors.base import Verdict
+from upswing.monitor.detectors.exploration import pressure
+from upswing.monitor.detectors.readings import LEVEL, NOW, Readings, fact, percent, told, wrong
+from upswing.monitor.detectors.remedies import Menu
+from upswing.monitor.findings import Severity
+from upswing.monitor.stats import MEDIAN_ERROR, ewma, median, rolling_median, step_noise
+
+
+def kl_explosion(r: Readings) -> Verdict | None:
+    """KL to the reference above 0.1 nats a token with nothing gained, or above 1, or values that had to be clamped."""
+    kl, clamped = r.now("kl"), r.now("kl_clamped_frac", 3)
+    doubt = 2 * MEDIAN_ERROR * r.noise("kl") / math.sqrt(LEVEL) if r.has("kl") else 0.0
+    moved = r.now("kl_old", 3)
+    signs, onsets = [], []
+    if kl - doubt > 0.1:
+        signs.append(f"KL to the reference {kl:.3g} nats a token, {r.shift('kl').start:.3g} at the start (limit: 0.1)")
+        onsets.append(r.onset("kl", 0.1, 1))
+    if clamped > 0.001:
+        signs.append(f"{percent(clamped)} of the tokens' KL hit the clamp (limit: 0.1 %)")
+        onsets.append(r.onset("kl_clamped_frac", 0.001, 1))
+    if moved > 0.2:
+        signs.append(f"one step moved the policy {moved:.3g} nats a token (limit: 0.2)")
+        onsets.append(r.onset("kl_old", 0.2, 1))
+    if not signs:
+        return None
+    since = min(onsets)
+    lost = r.helpless(min(since, r.history.step - 15))
+    if not lost and kl < 1 and not clamped > 0.001 and not moved > 0.2:
+        return None
+    bad = r.dropped and (kl > 0.3 or moved > 0.2)
+    severity: Severity = "critical" if bad or kl > 3 or clamped > 0.01 or moved > 0.5 else "warning"
+    severity = "info" if r.solved and severity == "warning" else severity
+    coef = fact(r.facts, "kl_coef", 0.0)
+    causes = [
+        *pressure(r),
+        (1.2 if coef < 0.001 else 0, f"nothing holds the policy near the reference (kl_coef {coef:g})"),
+        (0.8 if r.facts.get("kl_estimator") == "k3" else 0, "k3 has a weak gradient far from the reference"),
+    ]
+    menu = Menu(r)
+    remedies = [menu.lower_lr(), menu.more_kl(), menu.kl_stop(), menu.fewer_updates(), menu.refresh_reference()]
+    remedies += [menu.dual_clip(), menu.clip_gradient()]
+    evidence = [*signs, told("success", r.shift("success"))]
+    examples = r.examples(lambda t: t.num_sampled_tokens, wrong)
+    return Verdict(
+        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
+    )
+
+
+def _below_zero(r: Readings, name: str, count: int = NOW) -> bool:
+    """Whether the newest values lie below 0 for sure."""
+    values = r.known(name).values[-count:]
+    if len(values) < NOW:
+        return False
+    noise = max(step_noise(r.known(name).values[-60:]), 1e-6)
+    return median(values) < -3 * MEDIAN_ERROR * noise / math.sqrt(len(values))
+
+
+def likelihood_displacement(r: Readings) -> Verdict | None:
+    """Updates make good actions less likely although reward doesn't fall yet: the LLD death spiral (arXiv 2512.04220).
+    Its warnings: E[delta] <= 0, over half of the good attempts displaced, their log-prob falling while reward rises;
+    then entropy 30 % above its running minimum and gradients three times their running median."""
+    signs, onsets = [], []
+    names = ("delta_good", "delta_good_first", "displaced_frac")
+    good, first, share = (r.now(name, NOW) for name in names)
+    if _below_zero(r, "delta_good"):
+        signs.append(f"updates change good attempts' log-prob by {good:.2g} nats a token (limit: 0)")
+        onsets.append(r.onset("delta_good", 0.0, -1))
+    if _below_zero(r, "delta_good_first"):
+        signs.append(f"and that of their first turn by {first:.2g} (limit: 0)")
+        onsets.append(r.onset("delta_good_first", 0.0, -1))
+    if r.has("displaced_frac") and share > 0.5 + 2 * MEDIAN_ERROR * r.noise("displaced_frac") / math.sqrt(NOW):
+        signs.append(f"{percent(share)} of the sampled good attempts became less likely (limit: 50 %)")
+        onsets.append(r.onset("displaced_frac", 0.5, 1))
+    level = ewma(r.known("logprob_good").values, 0.2)
+    if len(level) >= 15 and r.trend("logprob_good").p < 0.01 and r.trend("logprob_good").slope < 0:
+        lost = float(level.max() - level[-1])
+        if lost > max(0.1, 0.5 * abs(float(level.max())), 3 * r.noise("logprob_good")):
+            signs.append(f"good tokens' log-prob fell from {level.max():.3g} to {level[-1]:.3g} nats")
+            onsets.append(r.left("logprob_good", -1))
+    known_delta = r.has("displaced_frac") and r.has("delta_good")
+    if not signs or (known_delta and len(signs) < 2):
+        return None
+    smooth = rolling_median(r.known("entropy").values, 3)
+    late = []
+    if (
+        len(smooth) > 3
+        and smooth[-1] > 1.3 * smooth[1:].min()
+        and smooth[-1] - smooth[1:].min() > 3 * r.noise("entropy")
+    ):
+        late.append(f"entropy {smooth[-1]:.3g} nats, {smooth[-1] / smooth[1:].min():.2g} times its lowest (limit: 1.3)")
+    if r.now("grad_norm", 3) > 3 * r.now("grad_norm", 30):
+        late.append(f"gradient norm {r.now('grad_norm', 3):.3g}, three times its running median or more")
+    critical = r.dropped or (late and len(signs) >= 2) or len(signs) >= 4
+    severity: Severity = "critical" if critical else "warning"
+    if r.solved and not r.dropped:
+        severity = "info"
+    heavy = r.now("grad_bad") / r.now("grad_good") if r.now("grad_good") > 0 else math.nan
+    causes = [
+        (2.0, "bad attempts share the good ones' first turns, and pushing them down takes those along"),
+        (min(3.0, heavy) if heavy > 1.2 else 0, f"gradients of bad attempts are {heavy:.2g} times those of good ones"),
+        (1.0 if r.now("tokens_bad") > 1.3 * r.now("tokens_good") else 0, "bad attempts are longer, so they weigh more"),
+        *pressure(r),
+    ]
+    menu = Menu(r)
+    remedies = [menu.llds(), menu.lower_lr(), menu.fewer_updates(), menu.kl_stop(), menu.dual_clip()]
+    examples = r.examples(lambda t: t.num_turns, wrong)
+    evidence = [*signs, *late, told("success", r.shift("success"))]
+    return Verdict(
+        severity=severity,
+        since=min(onsets),
+        evidence=evidence,
+        causes=causes,
+        remedies=remedies,
+        examples=examples,
+    )
+
+
+def train_inference_mismatch(r: Readings) -> Verdict | None:
+    """Sampler and learner give the same tokens other probabilities: mean |difference| above 0.02 nats, k3 above
+    1e-3, or an effective sample size below 30 %; ten times that where samples are old on purpose."""
+    old = max(fact(r.facts, "max_staleness", 0), r.now("staleness") if r.has("staleness") else 0.0)
+    slack = 10.0 if old > 0 else 1.0
+    signs, onsets, worst = [], [], 0.0
+    for name, limit, what in (
+        ("mismatch_abs", 0.02, "mean difference of log-probs"),
+        ("mismatch_k3", 1e-3, "KL (k3) from sampler to learner, a token"),
+    ):
+        now = r.now(name, 3)
+        if now > limit * slack:
+            signs.append(f"{what} {now:.2g} nats (limit: {limit * slack:g})")
+            onsets.append(r.onset(name, limit * slack, 1))
+            worst = max(worst, now / (limit * slack))
+    ess = r.now("ess_frac", 3)
+    if ess < 0.6:
+        signs.append(f"effective sample size {percent(ess)} of the tokens (limit: 60 %)")
+        onsets.append(r.onset("ess_frac", 0.6, -1))
+        worst = max(worst, 10.0 if ess < 0.3 else 1.0)
+    if not signs:
+        return None
+    corrected = r.facts.get("correction") is not None
+    severity: Severity = "critical" if worst >= 10 or (worst >= 3 and r.dropped) else "warning"
+    if corrected and severity == "warning" and not r.dropped:
+        severity = "info"
+    joints = r.now("num_drift_events") / max(1.0, r.num_trajectories)
+    causes = [
+        (3.0 if old > 0 else 0, f"samples are up to {old:.2g} updates old"),
+        (2.0 if joints > 0.3 else 0, "turns are re-rendered or re-tokenised: see retokenisation_drift"),
+        (1.5 if worst >= 10 else 0.5, "the engine has other weights, another temperature or another distribution"),
+        (1.0, "the engine computes in another precision (bf16, int8) or with other kernels"),
+    ]
+    menu = Menu(r)
+    remedies = [menu.correct(), menu.fresher(), menu.lower_lr()]
+    remedies.append(
+        menu.advise("Give engine and learner the same precision, and check that weights are pushed each step.")
+    )
+    if r.has("mismatch_max"):
+        signs.append(f"largest difference of one token {r.now('mismatch_max', 3):.2g} nats")
+    examples = r.examples(lambda t: t.num_sampled_tokens)
+    return Verdict(
+        severity=severity, since=min(onsets), evidence=signs, causes=causes, remedies=remedies, examples=examples
+    )
+
+
+def stale_updates(r: Readings) -> Verdict | None:
+    """Too much is made of one batch, or batches are old: above 0.02 nats a token a step, 30 % of ratios clipped, or a
+    mean lag above 4 updates."""
+    moved = r.now("kl_old")
+    clipped = (
+        r.now("clipped_low") + r.now("clipped_high") if r.has("clipped_low") and r.has("clipped_high") else math.nan
+    )
+    judged = r.facts.get("loss") in (None, "ppo_clip", "clip_cov")  # others clip much by design
+    lag, kept = r.now("staleness"), r.now("kept_frac")
+    signs, onsets, hard = [], [], False
+    if moved > 0.02:
+        signs.append(f"a step moves the policy {moved:.2g} nats a token from the one that sampled (limit: 0.02)")
+        onsets.append(r.onset("kl_old", 0.02, 1))
+        hard = moved > 0.2
+    if judged and clipped > 0.2:
+        signs.append(f"{percent(clipped)} of the tokens' ratios are clipped (limit: 20 %)")
+        onsets.append(r.onset("clipped_high", r.now("clipped_high") / 2, 1))
+        hard = hard or clipped > 0.4
+    if lag > 4:
+        signs.append(f"samples are {lag:.2g} updates old on average (limit: 4)")
+        onsets.append(r.onset("staleness", 4, 1))
+    if kept < 0.5:
+        signs.append(f"only {percent(kept)} of the samples were young enough to keep (limit: 50 %)")
+        onsets.append(r.onset("kept_frac", 0.5, -1))
+    if not signs:
+        return None
+    since = min(onsets)
+    mild = len(signs) == 1 and moved > 0.02 and moved <= 0.05
+    if mild and not r.dropped and not (r.helpless(since) and len(r.known("kl_old").values) >= 15):
+        return None
+    severity: Severity = "critical" if hard or r.dropped else "warning"
+    causes = [*pressure(r), (3.0 if lag > 4 else 0, "sampling runs far ahead of learning")]
+    menu = Menu(r)
+    remedies = [menu.fewer_updates(), menu.fresher(), menu.kl_stop(), menu.lower_lr(), menu.correct()]
+    evidence = [*signs, told("success", r.shift("success"))]
+    return Verdict(severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies)
+
+
+def gradient_instability(r: Readings) -> Verdict | None:
+    """Gradients that aren't finite, or three times their running median for several steps and beyond the clip."""
+    known = r.known("grad_norm")
+    values, clip = known.values, min(fact(r.facts, "grad_clip", 1.0), 1.0)
+    broken = r.known("num_nonfinite").values[-5:]
+    lost = int((broken > 0).sum())
+    signs, onsets = [], []
+    severity: Severity = "warning"
+    if lost:
+        signs.append(f"{lost} of the last {len(broken)} steps had a gradient that wasn't finite")
+        bad = r.known("num_nonfinite")
+        onsets.append(int(bad.steps[np.flatnonzero(bad.values > 0)[-lost]]))
+        severity = "critical" if lost >= 3 else "warning"
+    before, now = values[:-3][-30:], r.now("grad_norm", 3)
+    if len(before) >= 5 and before.min() > 0:
+        usual = min(median(before), median(values[:10]) * 5 / 3)  # a lasting rise becomes its own running median
+        spread = max(step_noise(np.log(before)), 0.2)
+        far = math.log(now / usual) / spread if now > 0 else 0.0
+        if now > 3 * usual and now > clip and far > 3:
+            signs.append(f"gradient norm {now:.3g}, {now / usual:.2g} times its running median (limit: 3)")
+            onsets.append(r.onset("grad_norm", 2 * usual, 1))
+            severity = "critical" if now > 10 * usual or r.dropped else severity
+    if not signs:
+        return None
+    causes = [
+        *pressure(r),
+        (1.5 if r.now("delta_good") < 0 else 0, "good actions become unlikely: see likelihood_displacement"),
+        (1.0 if r.now("mismatch_abs") > 0.02 else 0, "sampler and learner disagree: see train_inference_mismatch"),
+        (
+            1.0 if r.now("tokens_max") > 3 * r.now("sampled_tokens") else 0,
+            "a few very long attempts dominate the batch",
+        ),
+    ]
+    menu = Menu(r)
+    remedies = [menu.lower_lr(), menu.clip_gradient(), menu.warm_up(), menu.fewer_updates(), menu.dual_clip()]
+    examples = r.examples(lambda t: t.num_sampled_tokens)
+    return Verdict(
+        severity=severity, since=min(onsets), evidence=signs, causes=causes, remedies=remedies, examples=examples
+    )

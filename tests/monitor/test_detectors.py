@@ -1,0 +1,200 @@
+"""Detectors on synthetic runs: each failure found and named, healthy runs left alone, nothing said without inputs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.monitor.series import FACTS, FAULTS, HEALTHY, Row, run
+
+from upswing.monitor.detectors import DETECTORS, MODES, Detector, Readings, Verdict, judge
+from upswing.monitor.findings import SEVERITIES, Finding, Judgement
+from upswing.monitor.history import History
+
+SEEDS, STEPS = 20, 45
+BATCHES = (32, 64, 128, 512)
+
+
+def judged(rows: list[Row], facts: dict[str, Any] | None = None, **more: Any) -> dict[str, Judgement]:
+    history = History("rl", rows, facts=FACTS if facts is None else facts, **more)
+    return {judgement.mode: judgement for judgement in judge(history)}
+
+
+def serious(judgements: dict[str, Judgement]) -> dict[str, Finding]:
+    found = {mode: judgement.finding for mode, judgement in judgements.items()}
+    return {mode: finding for mode, finding in found.items() if finding is not None and finding.severity != "info"}
+
+
+def runs_of(mode: str) -> Iterator[tuple[int, list[Row]]]:
+    for seed in range(SEEDS):
+        kind = "saturates" if mode == "entropy_collapse" else ("learns", "saturates", "slow")[seed % 3]
+        yield seed, run(kind, seed, steps=STEPS, batch=BATCHES[seed % 4], fault=mode)[0]
+
+
+@pytest.mark.parametrize("mode", FAULTS)
+def test_failure_is_found_and_is_the_severest_or_earliest(mode: str):
+    """And begins about where the fault sets in, whenever it is asked."""
+    named, begun = 0, []
+    for seed, rows in runs_of(mode):
+        found = serious(judged(rows))
+        if mode not in found:
+            continue
+        assert found[mode].evidence
+        assert found[mode].remedies
+        severest = max(SEVERITIES.index(finding.severity) for finding in found.values())
+        earliest = min(finding.since for finding in found.values())
+        named += SEVERITIES.index(found[mode].severity) == severest or found[mode].since <= earliest + 2
+        begun.append(found[mode].since)
+        if seed < 5 and (sooner := serious(judged(rows[:-8])).get(mode)):
+            assert abs(sooner.since - found[mode].since) <= 6
+    assert named >= 0.95 * SEEDS
+    assert STEPS // 3 - 5 <= np.median(begun) <= STEPS // 3 + 14
+    assert np.percentile(begun, 90) - np.percentile(begun, 10) <= 12
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_runs_raise_no_alarm(kind: str):
+    false = {}
+    for seed in range(SEEDS):
+        rows, _ = run(kind, seed + 100, steps=(20, 45, 90)[seed % 3], batch=BATCHES[seed % 4])
+        for end in (len(rows) // 2, len(rows) * 3 // 4, len(rows)):
+            if found := serious(judged(rows[:end])):
+                false[seed] = found
+    assert len(false) <= 0.05 * SEEDS, false
+
+
+def test_rows_without_signals_are_skipped_never_ok():
+    rows = [{"step": step, "loss": 0.1} for step in range(1, 40)]
+    assert {judgement.status for judgement in judged(rows, {}).values()} == {"skipped"}
+    assert all(judgement.missing for judgement in judged(rows, {}).values())
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=lambda detector: detector.mode)
+def test_each_missing_input_is_named(detector: Detector):
+    rows, _ = run("learns", 0, steps=30)
+    for need in detector.needs:
+        names = (need,) if isinstance(need, str) else need
+        beginnings = tuple(name.removesuffix("*") for name in names)
+        left = [{k: v for k, v in row.items() if k == "step" or not k.startswith(beginnings)} for row in rows]
+        judgement = judged(left)[detector.mode]
+        assert judgement.status == "skipped"
+        assert any(all(name in said for name in names) for said in judgement.missing)
+
+
+@pytest.mark.parametrize("facts", [{"tools": 0}, {"max_turns": 1}])
+def test_calls_mean_nothing_without_tools(facts: dict[str, Any]):
+    rows, _ = run("learns", 0, steps=30, fault="tool_call_collapse")
+    found = judged(rows, {**FACTS, **facts})
+    assert found["tool_call_collapse"].status == found["repeated_calls"].status == "skipped"
+
+
+def test_no_call_in_the_whole_run_means_no_tools_unless_the_facts_say_so():
+    rows = [{**row, "tool_calls": 0.0, "invalid_call_frac": 0.0, "no_call_frac": 1.0} for row in run("flat", 0)[0]]
+    unknown = {key: value for key, value in FACTS.items() if key != "tools"}
+    assert judged(rows, unknown)["tool_call_collapse"].status == "skipped"
+    assert "tool_call_collapse" in serious(judged(rows))
+
+
+def test_one_row_and_no_row_tell_nothing():
+    rows, _ = run("learns", 0, steps=3)
+    assert {judgement.status for judgement in judged([]).values()} == {"skipped"}
+    assert {judgement.status for judgement in judged(rows[:1]).values()} <= {"warming_up", "skipped", "ok"}
+    assert judged(rows[:1])["entropy_collapse"].status == "warming_up"
+
+
+def test_constant_series_raise_nothing():
+    row = run("flat", 0, steps=1)[0][0]
+    rows = [{**row, "zero_variance_frac": 0.2, "step": step} for step in range(1, 60)]
+    assert not serious(judged(rows))
+
+
+@pytest.mark.parametrize("mode", ["entropy_collapse", "reward_hacking", "tool_call_collapse"])
+def test_gaps_and_other_first_steps_change_nothing_but_the_steps(mode: str):
+    rows, _ = run("saturates", 3, steps=STEPS, batch=128, fault=mode)
+    there = serious(judged(rows))[mode]
+    shifted = serious(judged([{**row, "step": row["step"] + 1000} for row in rows]))[mode]
+    assert (shifted.since, shifted.severity) == (there.since + 1000, there.severity)
+    holes = [{**row, **dict.fromkeys(list(row)[1:], math.nan)} if row["step"] % 7 == 0 else row for row in rows]
+    nulls = [{key: None if isinstance(v, float) and math.isnan(v) else v for key, v in row.items()} for row in holes]
+    assert abs(serious(judged(holes))[mode].since - there.since) <= 3
+    assert judged(nulls) == judged(holes)
+
+
+def test_a_signal_that_stopped_is_missing_now():
+    rows, _ = run("learns", 0, steps=50)
+    late = [{k: v for k, v in row.items() if k != "entropy" or row["step"] < 20} for row in rows]
+    assert judged(late)["entropy_collapse"].missing == ("entropy",)
+
+
+def test_judging_is_a_pure_function_of_the_rows():
+    rows, _ = run("saturates", 1, steps=STEPS, fault="likelihood_displacement")
+    history = History("rl", (), facts=FACTS)
+    for row in rows:
+        history.add(row)
+        judge(history)
+    assert judge(history) == list(judged(rows).values()) == list(judged(rows[::-1]).values())
+
+
+def test_evaluation_rows_join_their_step():
+    history = History("rl", [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}, {"step": 1, "eval_reward": 0.4}])
+    assert list(history.steps_S) == [1, 2]
+    assert history.series("eval_reward")[0] == 0.4
+    assert history.known("reward")[1].tolist() == [0.5]
+
+
+def test_success_is_the_reward_without_penalties():
+    """Fewer calls raise a reward that charges for them; success, which falls, decides."""
+    rows, _ = run("saturates", 2, steps=STEPS, batch=128, fault="tool_call_collapse")
+    charged = [
+        {**row, "reward": row["reward"] - 0.3 * row["tool_calls"], "score_cost": row["tool_calls"]} for row in rows
+    ]
+    found = serious(judged(charged, {**FACTS, "weights": {"answer": 1.0, "cost": -0.3}}))
+    assert "penalty" in found["tool_call_collapse"].causes[0]
+
+
+def test_causes_are_ranked_by_the_other_signals():
+    rows, _ = run("saturates", 1, steps=STEPS, batch=128, fault="entropy_collapse")
+    pushed = [{**row, "kl_old": 0.2} for row in rows]
+    alone = [{**row, "grad_good": 1.0, "grad_bad": 0.0} for row in rows]
+    first = [serious(judged(case))["entropy_collapse"].causes[0] for case in (pushed, alone)]
+    assert "steps are large" in first[0]
+    assert "only good attempts" in first[1]
+
+
+def test_own_detector():
+    always = Detector(
+        mode="mine",
+        title="Mine",
+        needs=("loss",),
+        warm_up=1,
+        find=lambda r: Verdict(severity="warning", since=1, evidence=[f"{r.now('loss')}"]),
+    )
+    (found,) = judge(History("rl", [{"step": 1, "loss": 2.0}]), [always])
+    assert found.finding is not None
+    assert found.finding.evidence == ("2.0",)
+
+
+def test_modes_are_those_of_the_lab():
+    assert set(MODES) == set(FAULTS)
+
+
+def test_a_call_is_cheap():
+    rows = run("learns", 0, steps=500)[0]
+    history = History("rl", [{**row, **{f"more_{i}": 1.0 for i in range(20)}} for row in rows], facts=FACTS)
+    assert len(history.names) >= 75
+    costs = []
+    for _ in range(7):
+        start = time.process_time()
+        judge(history)
+        costs.append(time.process_time() - start)
+    assert min(costs) < 0.01
+
+
+def test_noise_of_a_batch_is_known():
+    """32 binary rewards at 0.5 have a standard error of 0.09, however still the series seems."""
+    rows = [{"step": i, "reward": 0.5, "reward_std": 0.5, "num_trajectories": 32} for i in range(10)]
+    assert Readings(History("rl", rows)).noise("reward") == pytest.approx(0.5 / math.sqrt(32))
