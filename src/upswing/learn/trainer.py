@@ -71,7 +71,7 @@ class Trainer:
         """What else a checkpoint keeps: numbers that its stage adapts."""
         on_cpu = next(model.parameters()).device.type == "cpu"
         self.max_tokens_per_pack = max_tokens_per_pack or (CPU_PACK if on_cpu else GPU_PACK)
-        self._lr, self._grad_clip, self._schedule = lr, grad_clip, schedule or Schedule()
+        self.peak_lr, self._grad_clip, self._schedule = lr, grad_clip, schedule or Schedule()
         self._compute_dtype = compute_dtype
         self._rng = np.random.default_rng(seed)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,7 +93,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of the next update."""
-        return self._lr * self._schedule(self.updates)
+        return self.peak_lr * self._schedule(self.updates)
 
     def autocast(self) -> AbstractContextManager[object]:
         """The compute precision of a forward."""

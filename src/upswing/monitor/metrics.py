@@ -40,21 +40,25 @@ class MetricsLog:
 
     def truncate_after(self, stage: str, step: int) -> int:
         """Forget what a resumed run will do again: everything from the first row of `stage` beyond `step` on, rows of
-        other stages too. `step=-1` restarts the stage. Returns the number of rows dropped; atomic."""
-        rows = self.read()
+        other stages too, and the same of findings. `step=-1` restarts the stage. Returns the number of metric rows
+        dropped; each file is replaced atomically."""
+        self._truncate(FINDINGS, stage, step)
+        if dropped := self._truncate(METRICS, stage, step):
+            self.event(f"resume: dropped {dropped} metric rows after {stage} step {step}")
+        return dropped
+
+    def _truncate(self, name: str, stage: str, step: int) -> int:
+        rows = read_json_lines(self.run_dir / name)
         cut = next((i for i, row in enumerate(rows) if row.get("stage") == stage and row.get("step", 0) > step), None)
         if cut is None:
             return 0
-        replace_file(self.run_dir / METRICS, "".join(json.dumps(row) + "\n" for row in rows[:cut]))
-        self.event(f"resume: dropped {len(rows) - cut} metric rows after {stage} step {step}")
+        replace_file(self.run_dir / name, "".join(json.dumps(row) + "\n" for row in rows[:cut]))
         return len(rows) - cut
 
-    def finding(
-        self, title: str, *, evidence: str = "", remedy: str = "", severity: str = "warning", **where: Any
-    ) -> None:
-        """Record something that a person should look at; `where` may hold `stage=` and `step=`."""
-        row = {"title": title, "evidence": evidence, "remedy": remedy, "severity": severity, **where}
-        append_line(self.run_dir / FINDINGS, json.dumps(json_safe({**row, "time": round(time.time(), 3)})))
+    def finding(self, title: str, *, severity: str = "warning", **values: Any) -> None:
+        """Record something that a person should look at: `stage`, `step`, `evidence`, `remedy`, a `Finding.row()`."""
+        row = {"title": title, "severity": severity, **values, "time": round(time.time(), 3)}
+        append_line(self.run_dir / FINDINGS, json.dumps(json_safe(row)))
 
     def event(self, text: str, level: str = "info") -> None:
         """One line in `events.log`: UTC time, level, text."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from upswing.errors import did_you_mean
+from upswing.monitor.safeguards import SAFEGUARDS
 from upswing.recipe.fields import (
     Bool,
     Count,
@@ -29,6 +32,8 @@ Correction = Literal[*EFFECTS["correction"]]  # type: ignore[valid-type]
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 RATIO_FREE = {"cov_fraction"}
 """Options of a loss that work at a ratio of 1 too."""
+RATIO_KEYS = ("old_logprobs", "kl_stop", *sorted({k for keys in EFFECTS["loss"].values() for k in keys} - RATIO_FREE))
+"""Keys without effect when a batch has a single update."""
 KL_IN_REWARD = ("reinforce", "reinforce_pp", "rloo", "remax", "gae")
 """Advantages that a KL in the reward can enter: those that don't divide it by a group's spread."""
 STEPWISE = ("gigpo", "turn", "process")
@@ -187,6 +192,25 @@ class RlStage(RlBase):
         "chance after it; null: the environment's rewards.",
     )
 
+    safeguards: Literal["off", "auto"] | tuple[Text, ...] = Field(
+        default="off",
+        description="What may be done about findings while training (docs/safeguards.md): off; auto: all that this "
+        f"stage can use; or a list of {', '.join(SAFEGUARDS)}.",
+    )
+
+    @field_validator("safeguards", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        if value is False or value in ("off", "auto"):  # YAML reads off as false
+            return value or "off"
+        names = [str(name) for name in value] if isinstance(value, list | tuple) else [str(value)]
+        allowed = ("off", "auto", *SAFEGUARDS)
+        for name in names or [""]:
+            if name not in SAFEGUARDS:
+                known = f"off, auto, or a list of {', '.join(SAFEGUARDS)}"
+                raise refuse("", f"got '{name}'{did_you_mean(name, allowed)} (allowed: {known})")
+        return tuple(names)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, data: Any) -> Any:
@@ -216,6 +240,20 @@ class RlStage(RlBase):
         if filled.get("aggregation") == LENGTH_NORMALISED:
             filled.setdefault("norm_length", 256)
         return filled
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """With other values, and without what loses its effect by them; safeguards are off in it.
+
+        Raises ValidationError for what a recipe couldn't have.
+        """
+        data = {**self.model_dump(), **changes, "safeguards": "off"}
+        for choice, table in EFFECTS.items():
+            before, now = getattr(self, choice), data[choice]
+            if now != before:
+                data |= dict.fromkeys(table.get(before, {}).keys() - table.get(now, {}).keys())
+        if data["minibatches"] * data["updates_per_batch"] == 1:
+            data |= dict.fromkeys(RATIO_KEYS)
+        return type(self).model_validate(data)
 
     @property
     def single_update(self) -> bool:
@@ -279,8 +317,7 @@ class RlStage(RlBase):
             )
         if self.single_update:
             why = "as a batch has one update, whose ratio is 1; set minibatches or updates_per_batch too"
-            ratio_keys = {key for keys in EFFECTS["loss"].values() for key in keys} - RATIO_FREE
-            for key in ("old_logprobs", "kl_stop", *sorted(ratio_keys)):
+            for key in RATIO_KEYS:
                 if getattr(self, key) is not None:
                     raise refuse(key, f"got {_said(getattr(self, key))} without effect, {why}")
             if self.llds_coef:
@@ -384,6 +421,9 @@ class RlStage(RlBase):
 
     def _check_rest(self) -> None:
         self._check_reward()
+        for name in () if isinstance(self.safeguards, str) else self.safeguards:
+            if (why := SAFEGUARDS[name].needs(dict(self))) is not None:
+                raise refuse("safeguards", f"got '{name}' without effect: {why}")
         if self.llds_coef and self.old_logprobs == "engine":
             raise refuse("old_logprobs", "got 'engine', but mismatch would then act as lost likelihood; use recompute")
         if self.entropy_target is not None and not self.entropy_coef:

@@ -20,6 +20,7 @@ from upswing.envs.base import Environment
 from upswing.learn.lora import add_lora
 from upswing.learn.reward_model import RewardModel, load_reward_model
 from upswing.models.load import load_model
+from upswing.monitor.findings import Finding
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import Recipe
@@ -28,6 +29,7 @@ from upswing.seeding import derive_seed
 from upswing.trajectory.store import TrajectoryStore
 from upswing.trajectory.types import Task, Trajectory
 from upswing.verify import Rubric
+from upswing.view.health import overrides
 from upswing.view.run_folder import read_json, replace_file
 
 STATE = "state.json"
@@ -164,3 +166,12 @@ class RunContext:
         """Say it loudly and keep it as a finding."""
         self.progress.warn(f"{title}: {evidence}. {remedy}")
         self.metrics.finding(title, evidence=evidence, remedy=remedy, stage=stage, step=step)
+
+    def found(self, finding: Finding) -> None:
+        """Say what the watch has found, with the first remedy, and keep it."""
+        first = finding.remedies[0] if finding.remedies else None
+        remedy = "" if first is None else f" {first.text} {overrides(first.change, finding.stage)}".rstrip()
+        since = f"{finding.stage}, since step {finding.since}"
+        say = self.progress.note if finding.severity == "info" else self.progress.warn
+        say(f"{finding.title} ({since}): {'; '.join(finding.evidence)}.{remedy}")
+        self.metrics.finding(**finding.row())

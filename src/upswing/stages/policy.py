@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from upswing.learn.critic import Critic
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
+from upswing.learn.reference import Reference
 from upswing.learn.reward_model import score_steps, score_trajectories
 from upswing.learn.rows import TrainRow, at_loss, spread
 from upswing.learn.schedule import Schedule
@@ -37,7 +39,7 @@ class PolicyMethod:
 
     def __init__(self, context: RunContext, stage: RlStage, index: int) -> None:
         self.context, self.stage = context, stage
-        source = context.recipe.source_of(index, stage.from_)
+        self._source = source = context.recipe.source_of(index, stage.from_)
         head = stage.critic is not None and stage.critic.kind == "head"
         only_critic = 0 if stage.critic is None else stage.critic.warmup_steps
         self.learner = Learner(
@@ -59,6 +61,33 @@ class PolicyMethod:
         self.reward_model, self.process_model = (
             None if name is None else context.reward_model(name) for name in (stage.reward_model, stage.process_reward)
         )
+
+    def change(self, stage: RlStage) -> None:
+        """Go on with other keys; what is adapted from step to step starts anew where theirs differ."""
+        before, self.stage, extra = self.stage, stage, self.learner.extra
+        self.learner.peak_lr = stage.lr
+        if stage.kl_coef != before.kl_coef:
+            extra["kl_coef"] = stage.kl_coef
+            if stage.lora is None and not (stage.kl_coef and before.kl_coef):
+                self.learner.reference = self._reference() if stage.kl_coef else None
+        if (stage.entropy_coef, stage.entropy_target) != (before.entropy_coef, before.entropy_target):
+            extra["entropy_coef"] = extra["entropy_weight"] = stage.entropy_coef
+
+    def restore(self, policy: Path, critic: Path) -> None:
+        """Weights, optimizers and reference as they were saved; schedules and coefficients go on."""
+        learner = self.learner
+        if learner.reference is not None and self.stage.lora is None:
+            learner.reference = self._reference()  # a saved one that was never refreshed isn't in the checkpoint
+        extra, updates = learner.extra, learner.updates
+        learner.load(policy)
+        learner.extra, learner.updates = {**extra, "moving_average": learner.extra["moving_average"]}, updates
+        if self.critic is not None:
+            updates = self.critic.updates
+            self.critic.load(critic)
+            self.critic.updates = updates
+
+    def _reference(self) -> Reference:
+        return Reference(self.learner.model, self.context.source_model(self._source))
 
     async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
         """One update -> the batch, the policy's metrics (None while only the critic warms up) and further signals."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from upswing.learn.critic import Critic
 from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.monitor.progress import TaskProgress
+from upswing.monitor.safeguards import LEFT_OUT, RESETS, Action
 from upswing.recipe import RlStage
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.rl import GROUPED
@@ -30,7 +30,9 @@ from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
 from upswing.stages.distill import DistillMethod
 from upswing.stages.evaluate import SUCCESS, measure
+from upswing.stages.guard import Guard
 from upswing.stages.policy import PolicyMethod, to_the_end
+from upswing.stages.preflight import announce
 from upswing.stages.rl_metrics import batch_metrics, early_warning
 from upswing.stages.rows import Batch
 from upswing.trajectory.types import Group, Task, Trajectory
@@ -54,6 +56,7 @@ class Method(Protocol):
 class _Training:
     method: Method
     folder: Path
+    guard: Guard
     step: int = 0
     """Finished steps."""
     saved: int = 0
@@ -93,10 +96,12 @@ async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int)
 async def _train(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> dict[str, Any]:
     if not any("eval_reward" in row and row["step"] == training.step for row in context.metrics.read(stage.name)):
         await _evaluate(context, stage, training)
+    if training.step == 0:
+        announce(context, stage, training.learner.model)
     with context.progress.task(stage.name, total=stage.steps, unit="step", done=training.step) as shown:
         try:
             while not _is_over(stage, training):
-                await _step(context, stage, training, shown)
+                await _step(context, training.guard.now, training, shown)
                 training.step += 1
                 training.updating = False
                 await asyncio.sleep(0)  # here comes what waited for the update's end: an interrupt
@@ -129,7 +134,6 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     batch, update, signals = await training.method.learn(groups, training.step)
     learned_s = time.perf_counter() - started
     await to_the_end(context.push_weights(training.learner.weights()))
-    training.scheduler.advance()
     step_s = time.perf_counter() - started
     training.train_s += step_s
     found = {} if update is None else update.as_dict()
@@ -139,6 +143,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
         **{key: value for key, value in found.items() if key != "seconds"},
         **signals,
         **behind,
+        **training.guard.signals(),
         **(lost if any(lost.values()) or context.recipe.engine.kv_memory_gb is not None else {}),
         "rollout_s": rollout_s,
         "update_s": found.get("seconds", 0.0),
@@ -148,6 +153,27 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     }
     context.metrics.append(stage.name, training.step + 1, values)
     _report(context, stage, training, shown, values)
+    training.guard.observe({"step": training.step + 1, **values})
+    if (action := training.guard.decide(training.step + 1)) is not None:
+        await _carry_out(context, training, action)
+    training.scheduler.advance()  # last: after a rollback, what was sampled before it counts as older
+
+
+async def _carry_out(context: RunContext, training: _Training, action: Action) -> None:
+    """Do what a safeguard is for. A rollback brings weights back, never steps: tasks go on with the next numbers."""
+    method, now = training.method, training.guard.now
+    if action.safeguard == "stop":
+        raise UpswingError(f"{now.name}: stopped at step {action.step}: {action.why}")
+    assert isinstance(method, PolicyMethod) and isinstance(now, RlStage)
+    if action.rollback is not None:
+        path = training.folder / MODEL_OF_STEP.format(action.rollback)
+        method.restore(path, _critic(path))
+        await to_the_end(context.push_weights(training.learner.weights()))
+    method.change(now)
+    if RESETS in action.changes and training.learner.reference is not None:
+        training.learner.reference.refresh()
+    if LEFT_OUT in action.changes:
+        training.tasks.leave_out(action.changes[LEFT_OUT][1])
 
 
 async def _groups(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> list[Group]:
@@ -203,10 +229,19 @@ class _Tasks:
         self._stream = context.tasks.stream("train", derive_seed(context.recipe.seed, stage.name, "tasks"))
         self._made: dict[int, Task] = {}
         self._next = 0
+        self.left_out: list[tuple[int, list[str]]] = []
+        """(the first number that it holds for, ids of tasks that are passed over), oldest first."""
+
+    def leave_out(self, ids: list[str]) -> None:
+        """Pass over these tasks from the next one on, instead of others before."""
+        self.left_out.append((self._next, ids))
 
     def take(self, number: int) -> Task:
         """Raises UpswingError when there are not so many."""
-        for task in islice(self._stream, max(0, number + 1 - self._next)):
+        while self._next <= number:
+            passed = next((ids for first, ids in reversed(self.left_out) if first <= self._next), ())
+            if (task := next((one for one in self._stream if one.id not in passed), None)) is None:
+                break
             self._made[self._next] = task
             self._next += 1
         if number not in self._made:
@@ -314,6 +349,7 @@ async def _evaluate(context: RunContext, stage: RlStage | DistillStage, training
         **{f"eval_{name}": interval.mean for name, interval in summary.components.items()},
     }
     context.metrics.append(stage.name, training.step, values)
+    training.guard.observe({"step": training.step, **values})
     by_kind = {
         kind: round(row.get(SUCCESS, row["reward"]).mean, 2) for kind, row in summary.by_tag.get("kind", {}).items()
     }
@@ -328,9 +364,11 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
     method: Method = (
         PolicyMethod(context, stage, index) if isinstance(stage, RlStage) else DistillMethod(context, stage, index)
     )
+    folder = context.out / "checkpoints" / stage.name
     training = _Training(
         method=method,
-        folder=context.out / "checkpoints" / stage.name,
+        folder=folder,
+        guard=Guard(context, stage, folder),
         tasks=_Tasks(context, stage),
         gate=asyncio.Semaphore(context.rollouts.max_concurrent),
     )
@@ -346,6 +384,7 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
         context.note(f"{stage.name}: resumed after step {training.step}")
     context.metrics.truncate_after(stage.name, training.step if newest else -1)
     context.store.discard_after(stage.name, training.step)
+    _resume_guard(training, newest)
     pace = Pace(batch=stage.tasks_per_step)
     if isinstance(stage, RlStage):
         pace = replace(
@@ -361,17 +400,33 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
     return training
 
 
+def _resume_guard(training: _Training, newest: Path | None) -> None:
+    """What the watch knew, and what the safeguards had changed when `newest` was saved."""
+    method, saved = training.method, training.learner.extra.get("safeguards")
+    training.guard.resume(saved)
+    if newest is not None and saved is not None and isinstance(method, PolicyMethod):
+        training.tasks.left_out = saved["left_out"]
+        if (now := training.guard.now) is not training.guard.stage and isinstance(now, RlStage):
+            method.change(now)
+            method.learner.load(newest)  # again: what the change has set anew, a reference too, was adapted since
+
+
 def _save(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> None:
     """Save the state after the last finished step; older checkpoints beyond `keep_checkpoints` go."""
     if training.step == training.saved:
         return
     path = training.folder / MODEL_OF_STEP.format(training.step)
     training.learner.extra["scheduler"] = training.scheduler.state()  # of which tasks a resumed run goes on with
+    if training.guard.names:
+        training.learner.extra["safeguards"] = {**training.guard.past.to_json(), "left_out": training.tasks.left_out}
     if training.method.critic is not None:  # first, so that a policy never stands without it
         training.method.critic.save(_critic(path))
     training.learner.save(path, tokenizer=context.tokenizer)
     training.saved = training.step
+    best = training.guard.best() if "rollback" in training.guard.names else None
     for old in sorted(training.folder.glob("step-??????"))[: -stage.keep_checkpoints]:
+        if best is not None and old.name == MODEL_OF_STEP.format(best):
+            continue
         shutil.rmtree(old)
         shutil.rmtree(_critic(old), ignore_errors=True)
 

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from upswing.view import curves, examples, headline, run_folder
+from upswing.view import curves, examples, headline, health, run_folder
 from upswing.view.html import Html, h, join, table
 from upswing.view.run_folder import read_json, read_json_lines, replace_file, write_json
 from upswing.view.text import number
@@ -158,25 +158,7 @@ def _examples(found: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _findings(run_dir: Path) -> Html:
-    found = read_json_lines(run_dir / run_folder.FINDINGS)
-    items = [*map(_finding, found), *_loud_events(run_dir / run_folder.EVENTS)]
-    if not items:
-        return h("p", "None recorded.", class_="card muted")
-    return h("div", h("ul", *items, class_="findings"), class_="card")
-
-
-def _finding(row: Mapping[str, Any]) -> Html:
-    where = " ".join(f"{key} {row[key]}" for key in ("stage", "step") if row.get(key) is not None)
-    severity = str(row.get("severity", "warning"))
-    return h(
-        "li",
-        h("span", severity, class_="chip " + ("bad" if severity == "error" else "warn")),
-        " ",
-        h("b", row.get("title", "finding")),
-        h("span", f" {where}", class_="muted") if where else None,
-        h("p", row["evidence"]) if row.get("evidence") else None,
-        h("p", "What to do: ", row["remedy"]) if row.get("remedy") else None,
-    )
+    return health.render(read_json_lines(run_dir / run_folder.FINDINGS), _loud_events(run_dir / run_folder.EVENTS))
 
 
 def _loud_events(path: Path) -> list[Html]:

@@ -1,0 +1,186 @@
+"""A stage's health while it trains: what the watch finds is told and kept, and safeguards are chosen.
+
+Everything follows from the stored metrics and the checkpoint, so that a resumed run goes on as it would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from upswing.monitor.findings import Finding, Judgement
+from upswing.monitor.safeguards import (
+    LEFT_OUT,
+    RESETS,
+    Action,
+    Past,
+    Situation,
+    best_checkpoint,
+    decide,
+    is_worse,
+    normal_of,
+    usable,
+)
+from upswing.monitor.watch import Watch
+from upswing.recipe import RlStage
+from upswing.recipe.distill import DistillStage
+from upswing.recipe.rl import GROUPED
+from upswing.stages.context import RunContext
+from upswing.stages.evaluate import SUCCESS
+from upswing.trajectory.types import Trajectory
+from upswing.view.run_folder import FINDINGS, read_json_lines
+
+SPREADS = {"informative_frac", "zero_variance_frac", "too_easy_frac", "too_hard_frac", "group_reward_std"}
+"""Signals without a meaning where nothing is learned from a spread of rewards within groups."""
+TEACHER = SPREADS | {"kl", "reward_std", "reward_length_corr", "effective_frac"}
+"""Those without one when a teacher judges: the KL is to the teacher, and is to fall from wherever it is."""
+STORED_STEPS = 50
+"""Newest steps whose trajectories tell which tasks are solved or hopeless."""
+
+
+class Guard:
+    """The watch over one stage and, where its recipe wants them, the safeguards."""
+
+    def __init__(self, context: RunContext, stage: RlStage | DistillStage, folder: Path) -> None:
+        """`folder`: of the stage's checkpoints."""
+        self.context, self.stage, self.folder = context, stage, folder
+        self.now = stage
+        """The stage with the changes in force."""
+        self.names = usable(stage.safeguards, dict(stage)) if isinstance(stage, RlStage) else ()
+        self.past = Past()
+        grouped = isinstance(stage, RlStage) and stage.advantage in GROUPED
+        self._unheard = set() if grouped else SPREADS if isinstance(stage, RlStage) else TEACHER
+        self._watch, self.judgements = self._new_watch(), tuple[Judgement, ...]()
+
+    def _new_watch(self) -> Watch:
+        turns = getattr(self.context.make_env(), "max_turns", None)
+        more = {"turn_tokens": self.context.recipe.limits.turn_tokens, "weights": self.context.rubric.weights}
+        # As the recipe has them, also when safeguards have changed some: that is what a remedy changes.
+        facts = {**self.stage.model_dump(), **more, **({} if turns is None else {"max_turns": turns})}
+        return Watch(self.stage.name, facts, self._trajectories)
+
+    def _trajectories(self, step: int) -> list[Trajectory]:
+        return [stored.trajectory for stored in self.context.store.read(self.stage.name, step)]
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Be as after the stored rows; `saved` is what a checkpoint kept of the safeguards. What a kill left unsaid of
+        them is said now."""
+        if saved is not None:
+            self.past = Past.from_json(saved)
+            self.now = self._with(self.past.changes())
+        found = self._replay()
+        rows = read_json_lines(self.context.out / FINDINGS)
+        said = {(row.get("stage"), row.get("step"), row.get("mode"), row.get("kind")) for row in rows}
+        for row in found:
+            if (self.stage.name, row["step"], row["mode"], row.get("kind")) not in said:
+                self._say(row)
+
+    def _replay(self) -> list[dict[str, Any]]:
+        """A new watch over the rows that hold -> the rows of findings that come of it."""
+        self._watch = self._new_watch()
+        return list(chain.from_iterable(self._observe(row) for row in self._rows()))
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Look at the metrics of a step or evaluation; whatever began, grew worse or ended is said."""
+        for one in self._observe(row):
+            self._say(one)
+
+    def _observe(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        seen = self._watch.observe({key: value for key, value in row.items() if key not in self._unheard})
+        self.judgements = seen.judgements
+        return [_over(one.finding, one.step) if one.kind == "ended" else one.finding.row() for one in seen.news]
+
+    def _say(self, row: Mapping[str, Any]) -> None:
+        if row.get("kind") == "over":
+            self.context.note(f"{self.stage.name}: {row['title']}: over at step {row['step']}")
+            self.context.metrics.finding(**row)
+        else:
+            self.context.found(Finding.from_row(row))
+
+    # -- safeguards ---------------------------------------------------------------------------------------------------
+
+    def decide(self, step: int) -> Action | None:
+        """What is to be done now that `step` steps are finished; it is said, kept and in force in `now`."""
+        if not self.names:
+            return None
+        self.past.see(self.judgements, step)
+        if not (self.past.found_since or self.past.in_force()):
+            return None
+        rows, best = self._rows(), self.best()
+        base = {LEFT_OUT: [], **dict(self.stage)}
+        now = {**base, **self.past.changes(), **dict(self.now)}  # what a change has made ineffective is not in `now`
+        situation = Situation(base=base, now=now, normal=normal_of(rows), decided=self._decided)
+        action = decide(
+            self.judgements,
+            situation,
+            self.past,
+            step=step,
+            names=self.names,
+            fits=self._fits,
+            best=best if best is not None and is_worse(rows, best) else None,
+        )
+        if action is not None:
+            self._keep(action)
+        return action
+
+    def _keep(self, action: Action) -> None:
+        self.past.add(action)
+        self.now = self._with(self.past.changes())
+        if action.rollback is not None:
+            self._replay()
+        verb = "taken back" if action.takes_back else "safeguard"
+        text = f"{verb} {action.safeguard}: {action.text} ({action.why})"
+        self.context.note(f"{self.stage.name} step {action.step}: {text}")
+        self.context.metrics.finding(**action.row(self.stage.name))
+
+    def signals(self) -> dict[str, float]:
+        """For the metrics of a step: how many actions there were before it, and the changed keys as they are."""
+        if not self.names:
+            return {}
+        now = {key: getattr(self.now, key, None) for key in self.past.changes()}
+        numbers = {f"set_{key}": value for key, value in now.items() if isinstance(value, int | float)}
+        return {"safeguard_actions": len(self.past.actions), **numbers}
+
+    def best(self) -> int | None:
+        """The step of the best checkpoint there is."""
+        saved = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-??????")]
+        return best_checkpoint(self._rows(), [step for step in saved if not self.past.is_undone(step)])
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The stored rows of weights that the present ones come from."""
+        return [row for row in self.context.metrics.read(self.stage.name) if self.past.holds(row)]
+
+    def _with(self, changes: Mapping[str, Any]) -> RlStage | DistillStage:
+        """Raises ValidationError for changes that the stage refuses."""
+        keys = {key: value for key, value in changes.items() if key not in (LEFT_OUT, RESETS)}
+        return self.stage.changed(keys) if keys and isinstance(self.stage, RlStage) else self.stage
+
+    def _fits(self, changes: Mapping[str, Any]) -> bool:
+        try:
+            self._with(changes)
+        except ValidationError:
+            return False
+        return True
+
+    def _decided(self) -> list[str]:
+        """Tasks that were played in two steps of late with one and the same outcome, at most half of those known."""
+        last = self.context.store.shards(self.stage.name)[-STORED_STEPS:]
+        played: dict[str, dict[int, set[float]]] = {}
+        for _, step, _ in last:
+            for t in self._trajectories(step):
+                value = None if t.score is None else t.score.components.get(SUCCESS, t.score.value)
+                if value is not None:
+                    played.setdefault(t.task.id, {}).setdefault(step, set()).add(value)
+        newest = {task: [values for _, values in sorted(steps.items())[-2:]] for task, steps in played.items()}
+        found = [task for task, two in newest.items() if len(two) == 2 and len(two[0] | two[1]) == 1]
+        return found[: len(played) // 2]
+
+
+def _over(finding: Finding, step: int) -> dict[str, Any]:
+    """The row of `findings.jsonl` that says a finding has ended."""
+    kept = {"mode": finding.mode, "title": finding.title, "since": finding.since, "stage": finding.stage}
+    return {"kind": "over", "severity": "info", **kept, "step": step}
