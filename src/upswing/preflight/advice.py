@@ -82,7 +82,7 @@ ROWS = (
     ("calls a trajectory", "calls", f"with tools at least {CALLS}", "rule of thumb"),
     ("truncated", "truncated", f"at most {TRUNCATED}", "rule of thumb"),
     ("errored", "errored", f"at most {ERRORED}", "rule of thumb"),
-    ("tasks", "distinct_tasks", f"DPO below {FEW_TASKS}, if pairs >= {PAIRS}", "rule of thumb"),
+    (f"distinct of {2 * FEW_TASKS} tasks", "distinct_tasks", f"DPO below {FEW_TASKS}", "rule of thumb"),
     ("sampled tokens/s", "sampled_per_s", "", ""),
     ("trained tokens/s", "trained_per_s", "", ""),
     ("seconds a step", "step_s", "", ""),
