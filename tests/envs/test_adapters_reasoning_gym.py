@@ -1,5 +1,6 @@
 """Reasoning Gym's tasks through Upswing: the same entries, the same scores, no question in two splits."""
 
+import asyncio
 import random
 from ast import literal_eval
 from itertools import islice
@@ -24,8 +25,12 @@ def make(tasks, **args):
     return environment_factory("reasoning_gym", {"tasks": tasks, **args})()
 
 
+def judged(answer, gold, data, scorer=SCORER):
+    return asyncio.run(scorer(answer, gold, data))
+
+
 def score(task, answer):
-    return SCORER(answer, task.gold, task.data)
+    return judged(answer, task.gold, task.data)
 
 
 async def expert_answer(env, task):
@@ -47,7 +52,7 @@ async def test_every_task_accepts_its_own_answer_and_no_empty_one():
         answer = await expert_answer(env, task)
         if scored(answer or "", name, task.data["config"], task.data["entry"]) != 1:
             refused.add(name)
-        if score(task, None) != 0 or score(task, "") != 0 or score(task, " \n") != 0:
+        if any([await SCORER(said, task.gold, task.data) for said in (None, "", " \n")]):
             paid.add(name)
     assert refused == WITHOUT_ORACLE and not paid
     assert len(NAMES) > 100
@@ -99,7 +104,7 @@ def test_what_an_answer_says_is_never_run(name, attack, tmp_path):
 
 def test_an_answer_that_takes_for_ever_is_wrong():
     task = make(["countdown"]).draw(random.Random(0))
-    found = Scorer(timeout_s=1.0)("9**9**9**9**9", task.gold, task.data)
+    found = judged("9**9**9**9**9", task.gold, task.data, Scorer(timeout_s=1.0))
     assert getattr(found, "value", found) == 0.0
 
 
@@ -136,8 +141,8 @@ def test_weights_and_configurations_count():
         (["leg_countin"], ["'leg_countin'", "did you mean 'leg_counting'"]),
         ("leg_counting", ["'all'"]),
         ([], ["'all'"]),
-        ({"leg_counting": {"wait": 1}}, ["'wait'", "weight, config"]),
-        ({"leg_counting": {"weight": 0}}, ["weight is 0"]),
+        ({"leg_counting": {"wait": 1}}, ["wait: there is no such key; allowed: weight, config"]),
+        ({"leg_counting": {"weight": 0}}, ["weight: got 0"]),
         ({"chain_sum": {"config": {"max_term": 3}}}, ["did you mean 'max_terms'", "min_terms"]),
         ({"chain_sum": {"config": {"min_terms": 9, "max_terms": 2}}}, ["chain_sum", "AssertionError"]),
     ],
@@ -186,7 +191,7 @@ def entry_of(name, **parts):
 )
 def test_countdown_takes_the_numbers_given_as_often_as_they_are_given(answer, right):
     data = entry_of("countdown", question="?", answer="3*7", metadata={"numbers": [3, 7], "target": 21})
-    found = Scorer()(answer, ("3*7",), data)
+    found = judged(answer, ("3*7",), data)
     assert isinstance(found, float) and (found == 1.0) is right and (right or found <= 0.05)
 
 
@@ -206,4 +211,4 @@ def test_sorting_asks_for_no_rounding_and_survives_any_answer(answer, right):
     gold = "['-92.85', '61.5', '71.08']"
     metadata = {"original_numbers": ["61.5", "71.08", "-92.85"], "direction": "ascending", "sorted_numbers": []}
     data = entry_of("number_sorting", question="?", answer=gold, metadata=metadata)
-    assert Scorer()(answer, (gold,), data) == float(right)
+    assert judged(answer, (gold,), data) == float(right)

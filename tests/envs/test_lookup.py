@@ -56,7 +56,7 @@ async def test_an_answer_without_asking_is_accepted_as_an_answer_only() -> None:
 
 
 def test_bad_options_and_splits_are_named() -> None:
-    with pytest.raises(ConfigError, match="expert_noise is 2"):
+    with pytest.raises(ConfigError, match="expert_noise: got 2"):
         Lookup(expert_noise=2)
     with pytest.raises(ConfigError, match="did you mean 'train'"):
         Lookup().tasks("trian")

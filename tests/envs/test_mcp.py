@@ -213,14 +213,14 @@ def add(a: int) -> int:
         ([{**STDIO, "include": ["add"], "exclude": ["add"]}], ["no tools left by include and exclude"]),
         ([{**STDIO, "prefix": "1_"}], ["tool name '1_add' can't be used"]),
         ([STDIO, STDIO], ["two tools are called 'add'", "set a prefix"]),
-        ([{"comand": ["x"]}], ["mcp[0]: comand: ", "did you mean 'command'?"]),
-        ([{"command": "python x.py"}], ["mcp[0]: command: Input should be a valid list"]),
+        ([{"comand": ["x"]}], ["mcp[0]: comand: there is no such key", "did you mean 'command'?"]),
+        ([{"command": "python x.py"}], ["mcp[0]: command: got 'python x.py'; allowed: a valid list"]),
         ([{}], ["needs command: [program, argument, …] or url"]),
         ([{**STDIO, "url": "http://x"}], ["one of the two"]),
         ([{"url": "localhost:80"}], ["must start with http://"]),
         ([{**STDIO, "headers": {"a": "b"}}], ["headers has no effect with command"]),
         ([{**STDIO, "env": {"A": "${NOT_SET_ANYWHERE}"}}], ["NOT_SET_ANYWHERE is not set"]),
-        (STDIO, ["mcp must be a list of servers, got dict"]),
+        (STDIO, ["mcp: got {", "allowed: a valid list"]),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_a_model_loads(specs: Any, words: list[str]):

@@ -83,7 +83,7 @@ GOOD = {"prompt": "a", "answer": "1"}
         ('{"prompt": "b \\ud83d", "answer": "1"}', ["half of a surrogate pair"]),
         ('{"prompt": "b", "answer": "1", "page": {"a": ["\\uDC00"]}}', ["half of a surrogate pair"]),
         ({"messages": [{"role": "user", "content": "b", "name": 5}], "answer": "1"}, ["name", "got 5"]),
-        ({"messages": [{"role": "user", "content": "b", "tool_calls": []}], "answer": "1"}, ["'tool_calls'", "name"]),
+        ({"messages": [{"role": "user", "content": "b", "tool_calls": []}], "answer": "1"}, ["tool_calls", "name"]),
         ({"messages": [{"role": "user", "content": ["b"]}], "answer": "1"}, ["content"]),
         ("[1]", ["list"]),
     ],
@@ -104,7 +104,7 @@ def test_answers_are_optional_only_when_nobody_compares(tmp_path):
 
 def test_ids_are_unique(tmp_path):
     path = write(tmp_path, {**GOOD, "id": "x"}, {**GOOD, "id": "x"})
-    with pytest.raises(ConfigError, match=r":2: id 'x' .* line 1"):
+    with pytest.raises(ConfigError, match=r":2: id 'x' .*:1; ids must be unique"):
         tasks_from_jsonl(path)
 
 

@@ -206,7 +206,7 @@ async def test_without_a_group_there_is_no_rank(serve, episode):  # noqa: F811
 
 def test_one_comparison_each_would_connect_nobody():
     args = {"url": "http://host/v1", "model": "m", "criteria": "Right."}
-    with pytest.raises(ConfigError, match="comparisons_per_trajectory: got 1; allowed: an integer of at least 2"):
+    with pytest.raises(ConfigError, match="comparisons_per_trajectory: got 1; allowed: greater than or equal to 2"):
         verifier_from("pairwise", {**args, "comparisons_per_trajectory": 1})
     with pytest.raises(ConfigError, match="did you mean 'half'"):
         verifier_from("pairwise", {**args, "inconsistent": "hal"})

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upswing.verify import verifier_from
-from upswing.verify.text import PLACES, read_answer, same_value
+from upswing.verify.text import read_answer, same_value
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_answer_is_read_where_the_protocol_says(place, text, read):
     assert read_answer(text, place) == read
 
 
-@given(st.text(alphabet=r"\boxed{}<think>/answer ") | st.text(), st.sampled_from(PLACES))
+@given(st.text(alphabet=r"\boxed{}<think>/answer ") | st.text(), st.sampled_from(["whole", "boxed", "tag"]))
 def test_reading_never_fails_and_reads_nothing_but_what_was_written(text, place):
     read = read_answer(text, place)
     assert read is None or (read in text and read == read.strip())

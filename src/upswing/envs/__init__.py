@@ -11,6 +11,7 @@ from upswing.envs.dataset import check_disjoint, tasks_from_jsonl
 from upswing.envs.tool_env import ToolEnv
 from upswing.envs.tools import tool
 from upswing.errors import ConfigError
+from upswing.plugins import load_object
 from upswing.verify.functions import check_arguments
 
 BUILTIN: Mapping[str, str] = {
@@ -51,8 +52,6 @@ def environment_factory(name: str, args: Mapping[str, Any] | None = None) -> Cal
     `name` is a built-in name, `pkg.module:Class` or `file.py:Class`. Raises ConfigError for an unknown name, something
     that is no environment, and arguments that its constructor doesn't take or lacks.
     """
-    from upswing.plugins import load_object
-
     args = dict(args or {})
     cls = load_object(name, "environment", BUILTIN)
     if not inspect.isclass(cls) or not issubclass(cls, Environment):
@@ -60,6 +59,6 @@ def environment_factory(name: str, args: Mapping[str, Any] | None = None) -> Cal
     if inspect.isabstract(cls):
         raise ConfigError(f"environment '{name}' lacks {', '.join(sorted(cls.__abstractmethods__))}")
     check_arguments(cls, args, f"environment '{name}'")
-    if issubclass(cls, ToolEnv) or name == "tool_server":
-        cls(**args)  # cheap, and it checks the tools (or that the server answers) before any model loads
+    if issubclass(cls, ToolEnv) or name in BUILTIN:
+        cls(**args)  # cheap, and it checks options and tools (or that the server answers) before any model loads
     return lambda: cls(**args)

@@ -10,6 +10,7 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
+from upswing.verify.options import set_options
 
 SPLITS = ("train", "dev", "test")
 
@@ -55,9 +56,18 @@ class Environment(ABC):
     A new instance is made for every trajectory, so heavy shared parts (an index, a database) belong in a cached
     function. `reset`, `step` and `close` may be plain or async; plain ones run in a thread. An environment that can't
     go on raises; the trajectory is then `errored` and never scored.
+
+    A class attribute with a type hint and a value is an option, of the constructor and of a recipe under `args`, and is
+    checked by its hint.
     """
 
     name: str = ""
+    fixed = frozenset({"name"})
+    """Those that are no options."""
+
+    def __init__(self, **options: Any) -> None:
+        """Every option left out, or None, is the class attribute. Raises ConfigError for anything that can't work."""
+        set_options(self, options, f"environment '{self.name or type(self).__name__}'")
 
     @abstractmethod
     def reset(self, task: Task, seed: int) -> Any:
@@ -87,13 +97,6 @@ class Environment(ABC):
     def expert(self, task: Task, rng: random.Random) -> Expert:
         """A scripted policy that plays the task for demonstrations. It must not see more than the agent may learn."""
         raise NotImplementedError(f"{type(self).__name__} has no scripted expert; SFT then needs a dataset")
-
-
-def check_fraction(env: str, option: str, value: Any) -> float:
-    """A number from 0 to 1. Raises ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{env} option {option} is {value!r}; allowed: a number from 0 to 1")
-    return float(value)
 
 
 def check_split(env: str, split: str) -> None:

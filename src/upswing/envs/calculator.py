@@ -7,9 +7,10 @@ import operator
 import random
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
-from upswing.envs.base import Expert, check_fraction
+from pydantic import Field
+
 from upswing.envs.generated import GeneratedEnv
 from upswing.trajectory.types import Message, Task
 
@@ -23,61 +24,6 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Fraction]] = {
     ast.FloorDiv: lambda a, b: Fraction(a // b),
     ast.Mod: operator.mod,
 }
-
-
-class Calculator(GeneratedEnv):
-    """Questions such as `What is (4821 - 77) * 36?`, in signs or in words; the answer is a whole number.
-
-    Options: `num_terms`, how many numbers at most; `max_number`; `expert_noise`, the chance that the expert's first
-    call is one that the tool can't read, so that demonstrations show how to go on.
-    """
-
-    name = "calculator"
-
-    def __init__(
-        self,
-        *,
-        num_terms: int = 4,
-        max_number: int = 9999,
-        expert_noise: float = 0.0,
-        protocol: str = "hermes",
-        max_turns: int = 4,
-    ) -> None:
-        self.num_terms = self.check_count("num_terms", num_terms, 2, 8)
-        self.max_number = self.check_count("max_number", max_number, 9, 10**9)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        super().__init__(tools=[calculate], protocol=protocol, max_turns=max_turns)
-
-    def draw(self, rng: random.Random) -> Task:
-        text, value = self._expression(rng, rng.randint(2, self.num_terms))
-        asked = text if rng.random() < 0.5 else " ".join(_WORDS.get(part, part) for part in text.split())
-        return self.make_task(text, f"What is {asked}?", gold=(str(value),), expression=text)
-
-    def _expression(self, rng: random.Random, terms: int) -> tuple[str, int]:
-        """A random tree and its value; divisions come out even."""
-        if terms == 1:
-            number = rng.randint(2, self.max_number)
-            return str(number), number
-        split = rng.randint(1, terms - 1)
-        (a, x), (b, y) = self._expression(rng, split), self._expression(rng, terms - split)
-        signs = ["+", "-", "*"] + ["/"] * (y != 0 and x % y == 0) * 3
-        sign = rng.choice(signs)
-        a, b = (text if text.isdigit() else f"({text})" for text in (a, b))
-        value = {"+": x + y, "-": x - y, "*": x * y}[sign] if sign != "/" else x // y
-        return f"{a} {sign} {b}", value
-
-    def expert(self, task: Task, rng: random.Random) -> Expert:
-        expression, careless = task.data["expression"], rng.random() < self.expert_noise
-
-        def act(messages: tuple[Message, ...]) -> str:
-            heard = [message.content for message in messages if message.role == "tool"]
-            if not heard and careless:
-                return self.call("calculate", expression=expression.replace("*", "x") + " =")
-            if not heard or heard[-1].startswith("Error"):
-                return self.call("calculate", expression=expression)
-            return self.say(heard[-1])
-
-        return act
 
 
 def calculate(expression: str) -> str:
@@ -123,3 +69,43 @@ def _small(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError("the result is too large")
     return value
+
+
+class Calculator(GeneratedEnv):
+    """Questions such as `What is (4821 - 77) * 36?`, in signs or in words; the answer is a whole number.
+
+    Options: `num_terms`, how many numbers at most; `max_number`; `expert_noise`, the chance that the expert's first
+    call is one that the tool can't read, so that demonstrations show how to go on.
+    """
+
+    name = "calculator"
+    tools = (calculate,)
+    max_turns = 4
+    num_terms: Annotated[int, Field(ge=2, le=8)] = 4
+    max_number: Annotated[int, Field(ge=9, le=10**9)] = 9999
+
+    def draw(self, rng: random.Random) -> Task:
+        text, value = self._expression(rng, rng.randint(2, self.num_terms))
+        asked = text if rng.random() < 0.5 else " ".join(_WORDS.get(part, part) for part in text.split())
+        return self.make_task(text, f"What is {asked}?", gold=(str(value),), expression=text)
+
+    def _expression(self, rng: random.Random, terms: int) -> tuple[str, int]:
+        """A random tree and its value; divisions come out even."""
+        if terms == 1:
+            number = rng.randint(2, self.max_number)
+            return str(number), number
+        split = rng.randint(1, terms - 1)
+        (a, x), (b, y) = self._expression(rng, split), self._expression(rng, terms - split)
+        signs = ["+", "-", "*"] + ["/"] * (y != 0 and x % y == 0) * 3
+        sign = rng.choice(signs)
+        a, b = (text if text.isdigit() else f"({text})" for text in (a, b))
+        value = {"+": x + y, "-": x - y, "*": x * y}[sign] if sign != "/" else x // y
+        return f"{a} {sign} {b}", value
+
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
+        expression = task.data["expression"]
+        if not heard and careless:
+            return self.call("calculate", expression=expression.replace("*", "x") + " =")
+        if not heard or heard[-1].startswith("Error"):
+            return self.call("calculate", expression=expression)
+        return self.say(heard[-1])

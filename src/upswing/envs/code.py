@@ -6,26 +6,38 @@ import random
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.resources import files
 from types import CodeType
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
+from pydantic import Field
 
-from upswing.envs.base import Expert, check_fraction
-from upswing.envs.generated import GeneratedEnv
+from upswing.envs.generated import GeneratedEnv, book
+from upswing.envs.tools import tool
 from upswing.errors import ConfigError, EnvironmentBroken
 from upswing.trajectory.types import Message, Task
 from upswing.verify.sandbox import SandboxLimits, SandboxResult, SandboxUnavailable, default_sandbox
 
-_BOOK: dict[str, Any] = yaml.safe_load(files("upswing.envs").joinpath("code.yaml").read_text(encoding="utf-8"))
+_BOOK = book("code")
 _LIMITS = SandboxLimits(wall_s=5.0, cpu_s=5.0, memory_mb=256, output_bytes=20_000)
 _TESTS, _EXAMPLES = 8, 2
 _MOST_ERROR = 400
 """Characters of an error's end that the agent sees."""
 
 
-class Code(GeneratedEnv):
+class Sandboxed(GeneratedEnv):
+    """Its tools run in the sandbox; `unsafe_local`: without isolation. Raises ConfigError where there is none."""
+
+    unsafe_local: bool = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        try:
+            self._sandbox = default_sandbox(self.unsafe_local)
+        except SandboxUnavailable as problem:
+            raise ConfigError(f"{self.name}: {problem}") from problem
+
+
+class Code(Sandboxed):
     """One tool, `run_python(code)`; the answer is the program, for the verifier `code`.
 
     A task is a function of 2 to `steps` steps on a list, a text or a dict. The prompt shows two examples; the tests are
@@ -34,28 +46,15 @@ class Code(GeneratedEnv):
     """
 
     name = "code"
+    steps: Annotated[int, Field(ge=2, le=6)] = 3
 
-    def __init__(
-        self,
-        *,
-        steps: int = 3,
-        expert_noise: float = 0.0,
-        unsafe_local: bool = False,
-        protocol: str = "hermes",
-        max_turns: int = 6,
-    ) -> None:
-        self.steps = self.check_count("steps", steps, 2, 6)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        self._sandbox = sandbox_of(self.name, unsafe_local)
-
-        async def run_python(code: str) -> str:
-            """Run a Python program by itself for at most 5 seconds; -> what it prints."""
-            try:
-                return shown(await self._sandbox.run_python(code, limits=_LIMITS))
-            except SandboxUnavailable as problem:
-                raise EnvironmentBroken(str(problem)) from problem
-
-        super().__init__(tools=[run_python], protocol=protocol, max_turns=max_turns)
+    @tool()
+    async def run_python(self, code: str) -> str:
+        """Run a Python program by itself for at most 5 seconds; -> what it prints."""
+        try:
+            return shown(await self._sandbox.run_python(code, limits=_LIMITS))
+        except SandboxUnavailable as problem:
+            raise EnvironmentBroken(str(problem)) from problem
 
     def draw(self, rng: random.Random) -> Task:
         while True:
@@ -103,31 +102,14 @@ class Code(GeneratedEnv):
             kind = to
         return chain, forms
 
-    def expert(self, task: Task, rng: random.Random) -> Expert:
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
         """Knows how each step is put in Python, and tries the examples."""
-        lines = ["def solve(x):", *(f"    x = {code}" for code in task.data["codes"]), "    return x"]
-        program = "\n".join(lines)
+        program = "\n".join(["def solve(x):", *(f"    x = {code}" for code in task.data["codes"]), "    return x"])
+        if heard and not heard[-1].startswith("Error"):
+            return self.say(f"```python\n{program}\n```")
         tried = "\n".join(f"print(solve({x!r}) == {y!r})" for x, y in task.data["examples"])
-        careless = rng.random() < self.expert_noise
-
-        def act(messages: tuple[Message, ...]) -> str:
-            heard = [message.content for message in messages if message.role == "tool"]
-            if heard and not heard[-1].startswith("Error"):
-                return self.say(f"```python\n{program}\n```")
-            draft = program.replace("return x", "return y") if careless and not heard else program
-            return self.call("run_python", code=f"{draft}\n\n{tried}")
-
-        return act
-
-
-def sandbox_of(env: str, unsafe_local: Any) -> Any:
-    """The sandbox of an environment with this option. Raises ConfigError."""
-    if not isinstance(unsafe_local, bool):
-        raise ConfigError(f"{env} option unsafe_local is {unsafe_local!r}; allowed: true, false")
-    try:
-        return default_sandbox(unsafe_local)
-    except SandboxUnavailable as problem:
-        raise ConfigError(f"{env}: {problem}") from problem
+        draft = program.replace("return x", "return y") if careless and not heard else program
+        return self.call("run_python", code=f"{draft}\n\n{tried}")
 
 
 def shown(result: SandboxResult) -> str:

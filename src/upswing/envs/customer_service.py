@@ -9,19 +9,17 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
-from importlib.resources import files
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-import yaml
+from pydantic import Field
 
-from upswing.envs.base import AssistantMessage, Expert, Observation, check_fraction
-from upswing.envs.generated import GeneratedEnv
+from upswing.envs.base import AssistantMessage, Observation
+from upswing.envs.generated import GeneratedEnv, book
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, StopReason, Task
 
-_BOOK: dict[str, Any] = yaml.safe_load(
-    files("upswing.envs").joinpath("customer_service.yaml").read_text(encoding="utf-8")
-)
+_BOOK = book("customer_service")
 REFUND_DAYS, PATIENCE, MAX_NUMBERS = 30, 8, 6
 """The customer leaves after PATIENCE answers, and takes nothing from a message with more than MAX_NUMBERS numbers."""
 _JUDGED = {"found": True, "asked": True, "read": True}
@@ -45,35 +43,40 @@ class CustomerService(GeneratedEnv):
 
     name = "customer_service"
     system = _BOOK["policy"].strip()
+    max_turns = 16
+    orders: Annotated[int, Field(ge=1, le=200)] = 12
 
-    def __init__(
-        self, *, orders: int = 12, expert_noise: float = 0.0, protocol: str = "hermes", max_turns: int = 16
-    ) -> None:
-        self.orders = self.check_count("orders", orders, 1, 200)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+    @tool()
+    async def find_customer(self, email: str) -> str:
+        """Find a customer by e-mail; -> name and order numbers."""
+        found = next((name for name in _BOOK["names"] if _email(name) == email.strip().lower()), "")
+        numbers = [number for number, order in self._orders.items() if order["customer"] == found]
+        if not numbers:
+            raise ValueError(f"no customer has the e-mail {email.strip().lower()[:60]!r}")
+        self._customer = found
+        if found != self._orders[self._script["order"]]["customer"]:
+            self._breaches.add("found")
+        return f"{found}: {', '.join(numbers)}"
 
-        async def find_customer(email: str) -> str:
-            """Find a customer by e-mail; -> name and order numbers."""
-            return self._find(email.strip().lower())
+    @tool()
+    async def get_order(self, order: str) -> str:
+        """Read an order of the customer that was found."""
+        return json.dumps(self._order(order))
 
-        async def get_order(order: str) -> str:
-            """Read an order of the customer that was found."""
-            return json.dumps(self._order(order))
+    @tool()
+    async def cancel_order(self, order: str) -> str:
+        """Cancel a pending order."""
+        return self._change(order, "cancel", "pending", {"status": "cancelled"})
 
-        async def cancel_order(order: str) -> str:
-            """Cancel a pending order."""
-            return self._change(order, "cancel", "pending", {"status": "cancelled"})
+    @tool()
+    async def refund_order(self, order: str) -> str:
+        """Refund a delivered order in full."""
+        return self._change(order, "refund", "delivered", {"status": "refunded"})
 
-        async def refund_order(order: str) -> str:
-            """Refund a delivered order in full."""
-            return self._change(order, "refund", "delivered", {"status": "refunded"})
-
-        async def change_address(order: str, address: str) -> str:
-            """Send a pending order to another address."""
-            return self._change(order, "redirect", "pending", {"address": address.strip()})
-
-        tools: list[Callable[..., Any]] = [find_customer, get_order, cancel_order, refund_order, change_address]
-        super().__init__(tools=tools, protocol=protocol, max_turns=max_turns)
+    @tool()
+    async def change_address(self, order: str, address: str) -> str:
+        """Send a pending order to another address."""
+        return self._change(order, "redirect", "pending", {"address": address.strip()})
 
     def draw(self, rng: random.Random) -> Task:
         request = rng.choice(_BOOK["requests"])
@@ -94,7 +97,7 @@ class CustomerService(GeneratedEnv):
             "address": {"address": script["address"]},
         }
         after[number] |= changes.get(request.get("does", ""), {})
-        said = dict.fromkeys(script["facts"], True)
+        unsaid = {"found": False, "read": False, "said": dict.fromkeys(script["facts"], False)}
         return self.make_task(
             json.dumps([request["kind"], script, database]),
             request["says"],
@@ -102,14 +105,8 @@ class CustomerService(GeneratedEnv):
             does=request.get("does", ""),
             script=script,
             database=database,
-            start_state={
-                "orders": database,
-                **_JUDGED,
-                "found": False,
-                "read": False,
-                "said": dict.fromkeys(said, False),
-            },
-            final_state={"orders": after, **_JUDGED, "said": said},
+            start_state={"orders": database, **_JUDGED, **unsaid},
+            final_state={"orders": after, **_JUDGED, "said": dict.fromkeys(script["facts"], True)},
         )
 
     def _database(self, request: Mapping[str, Any], rng: random.Random) -> tuple[dict[str, dict[str, Any]], str]:
@@ -177,16 +174,6 @@ class CustomerService(GeneratedEnv):
             return False
         return re.search(_ASKED[key], text) is not None and any(word in text for word in ("?", "please", "your"))
 
-    def _find(self, email: str) -> str:
-        found = next((name for name in _BOOK["names"] if _email(name) == email), "")
-        numbers = [number for number, order in self._orders.items() if order["customer"] == found]
-        if not numbers:
-            raise ValueError(f"no customer has the e-mail {email[:60]!r}")
-        self._customer = found
-        if found != self._orders[self._script["order"]]["customer"]:
-            self._breaches.add("found")
-        return f"{found}: {', '.join(numbers)}"
-
     def _order(self, number: str, tells: bool = True) -> dict[str, Any]:
         """An order; it counts as read when the call `tells` enough: a change or its refusal, all but the price."""
         if not self._customer:
@@ -207,41 +194,30 @@ class CustomerService(GeneratedEnv):
         order.update(changed)
         return "Done."
 
-    def expert(self, task: Task, rng: random.Random) -> Expert:
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
         """Follows the policy: asks, finds, reads, asks for a yes, acts and says so, or says why not."""
-        does, careless = task.data["does"], rng.random() < self.expert_noise
-
-        def act(messages: tuple[Message, ...]) -> str:
-            told = [m.content for m in messages if m.role == "user"][1:]
-            heard = [m.content for m in messages if m.role == "tool"]
-            if not told:
-                extra = (
-                    ", your e-mail and the new address"
-                    if "somewhere" in task.messages[-1].content
-                    else " and your e-mail"
-                )
-                return f"May I have your order number{extra}?"
-            order_number, email, address = (_told(told[0], key) for key in ("order", "email", "address"))
-            worked = [text for text in heard if not text.startswith("Error")]
-            if not worked:
-                return self.call("find_customer", email=email.replace("@", "@@") if careless and not heard else email)
-            if len(worked) == 1:
-                return self.call("get_order", order=order_number)
-            order = json.loads(worked[1])
-            if not does or (does == "refund" and order["days_ago"] > REFUND_DAYS):
-                late = " refund it after 30 days" if order["status"] == "delivered" else " change it: it is shipped"
-                return "It has been shipped." if task.data["kind"] == "status" else f"I am sorry, I can't{late}."
-            if len(worked) == 3:
-                return {"cancel": "It is cancelled.", "refund": f"I refunded ${order['price']}."}.get(
-                    does, f"It goes to {address} now."
-                )
-            if len(told) == 1:
-                return "Shall I do that now?"
-            if does == "address":
-                return self.call("change_address", order=order_number, address=address)
-            return self.call(f"{does}_order", order=order_number)
-
-        return act
+        does, told = task.data["does"], [m.content for m in messages if m.role == "user"][1:]
+        if not told:
+            away = "somewhere" in task.messages[-1].content
+            return f"May I have your order number{', your e-mail and the new address' if away else ' and your e-mail'}?"
+        order_number, email, address = (_told(told[0], key) for key in ("order", "email", "address"))
+        worked = [text for text in heard if not text.startswith("Error")]
+        if not worked:
+            return self.call("find_customer", email=email.replace("@", "@@") if careless and not heard else email)
+        if len(worked) == 1:
+            return self.call("get_order", order=order_number)
+        order = json.loads(worked[1])
+        if not does or (does == "refund" and order["days_ago"] > REFUND_DAYS):
+            late = " refund it after 30 days" if order["status"] == "delivered" else " change it: it is shipped"
+            return "It has been shipped." if task.data["kind"] == "status" else f"I am sorry, I can't{late}."
+        if len(worked) == 3:
+            done = {"cancel": "It is cancelled.", "refund": f"I refunded ${order['price']}."}
+            return done.get(does, f"It goes to {address} now.")
+        if len(told) == 1:
+            return "Shall I do that now?"
+        if does == "address":
+            return self.call("change_address", order=order_number, address=address)
+        return self.call(f"{does}_order", order=order_number)
 
 
 def _told(text: str, key: str) -> str:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import importlib
 import json
 import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from upswing.envs.adapters import library
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import ROLES, Message, Task
+from upswing.trajectory.types import Message, Task
+from upswing.verify.options import problem
+from upswing.verify.strict_json import FLOATS
+from upswing.verify.text import one_line
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 GOLD_COLUMNS = ("answer", "answers", "gold")
@@ -36,9 +41,19 @@ RESERVED = frozenset((
 
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+
+
+_MESSAGES = TypeAdapter(list[_Message])
 _HUB_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
-_Row = tuple[str, str, dict[str, Any]]
-"""(where, for messages; `line 3` or `row 3`; the row)."""
+_Row = tuple[str, dict[str, Any]]
+"""(where, for messages; the row)."""
 
 
 def tasks_from_jsonl(path: str | Path, *, env: str = "", split: str = "train", require_gold: bool = True) -> list[Task]:
@@ -47,9 +62,7 @@ def tasks_from_jsonl(path: str | Path, *, env: str = "", split: str = "train", r
     `require_gold`: every row needs an accepted answer (a verifier compares with it). Raises ConfigError naming the
     file and line for anything that is wrong, and for a file without rows.
     """
-    path = Path(path)
-    rows = [(f"{path}:{number}", f"line {number}", row) for number, row in read_rows(path)]
-    return _tasks(rows, path.stem, str(path), env, split, require_gold)
+    return _tasks(read_rows(Path(path)), Path(path).stem, str(path), env, split, require_gold)
 
 
 def tasks_from(
@@ -70,10 +83,10 @@ def tasks_from(
     first group (or all of it). name: the configuration of a dataset on the Hub. Raises ConfigError as for JSONL.
     """
     rows, label, file = _rows(source, split, name)
-    rows = [(where, place, _renamed(row, columns or {}, where)) for where, place, row in rows]
+    rows = [(where, _renamed(row, columns or {}, where)) for where, row in rows]
     if answer_pattern is not None:
         pattern = re.compile(answer_pattern)
-        rows = [(where, place, _with_answer(row, pattern, where)) for where, place, row in rows]
+        rows = [(where, _with_answer(row, pattern, where)) for where, row in rows]
     return _tasks(rows, label if file else f"{label}-{split}", source, env, split, require_gold)
 
 
@@ -86,11 +99,11 @@ def is_hub_id(source: str) -> bool:
 def _tasks(rows: Sequence[_Row], label: str, source: str, env: str, split: str, require_gold: bool) -> list[Task]:
     tasks: list[Task] = []
     places: dict[str, str] = {}
-    for where, place, row in rows:
+    for where, row in rows:
         task = _task(row, where, f"{label}-{len(tasks)}", env, split, require_gold)
         if task.id in places:
-            raise ConfigError(f"{where}: id '{task.id}' was already used on {places[task.id]}; ids must be unique")
-        places[task.id] = place
+            raise ConfigError(f"{where}: id '{task.id}' was already used at {places[task.id]}; ids must be unique")
+        places[task.id] = where
         tasks.append(task)
     if not tasks:
         raise ConfigError(f"{source} has no rows; write one JSON object a line, such as {_EXAMPLE}")
@@ -102,7 +115,7 @@ def _rows(source: str, split: str, name: str | None) -> tuple[list[_Row], str, b
     path_text, _, part = source.partition("#") if not Path(source).is_file() else (source, "", "")
     path = Path(path_text)
     if not path.is_dir() and path.suffix != ".parquet" and not is_hub_id(source):
-        return [(f"{path}:{number}", f"line {number}", row) for number, row in read_rows(path)], path.stem, True
+        return read_rows(path), path.stem, True
     if path.suffix == ".parquet" and not path.is_dir():
         table = _parquet(path)
     else:
@@ -110,39 +123,31 @@ def _rows(source: str, split: str, name: str | None) -> tuple[list[_Row], str, b
     found = []
     for number, row in enumerate(table, start=1):
         where = f"{source}: row {number}"
-        found.append((where, f"row {number}", {key: _json(v, where, key) for key, v in row.items() if v is not None}))
+        found.append((where, {key: _json(value, where, key) for key, value in row.items() if value is not None}))
     return found, path.stem, False
-
-
-def _library(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise ConfigError(f"this dataset needs {package}; install it with: pip install 'upswing[data]'") from None
 
 
 def _parquet(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.parquet")] if path.parent.is_dir() else []
         raise ConfigError(f"dataset file {path} does not exist{did_you_mean(path.name, siblings)}")
-    table = _library("pyarrow.parquet")
+    table = library("pyarrow.parquet", "data")
     try:
         return _rows_of(table.read_table(path))
     except Exception as error:
-        raise ConfigError(f"dataset file {path} can't be read as Parquet: {_line(error)}") from None
+        raise ConfigError(f"dataset file {path} can't be read as Parquet: {one_line(error)}") from None
 
 
 def _hugging_face(source: str, part: str, name: str | None) -> list[dict[str, Any]]:
     """A folder's or the Hub's rows; a saved folder's parts are whole splits."""
-    datasets = _library("datasets")
+    datasets = library("datasets", "data")
     saved = any((Path(source) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
     try:
         found = datasets.load_from_disk(source) if saved else datasets.load_dataset(source, name, split=part)
     except Exception as error:
         there = "" if Path(source).exists() else ", which is no file or folder here either,"
         raise ConfigError(
-            f"dataset '{source}'{there} can't be loaded: {type(error).__name__}: {_line(error)}"
+            f"dataset '{source}'{there} can't be loaded: {type(error).__name__}: {one_line(error)}"
         ) from None
     if isinstance(found, Mapping):
         if part not in found:
@@ -155,7 +160,7 @@ def _hugging_face(source: str, part: str, name: str | None) -> list[dict[str, An
 
 def _rows_of(table: Any) -> list[dict[str, Any]]:
     """The rows of an Arrow table; its short floats as they print: 0.1, and not the double nearest to a short 0.1."""
-    arrow = _library("pyarrow")
+    arrow = library("pyarrow", "data")
 
     def with_short(kind: Any, other: Any) -> Any:
         if arrow.types.is_list(kind):
@@ -168,10 +173,6 @@ def _rows_of(table: Any) -> list[dict[str, Any]]:
             table = table.set_column(number, column.name, texts.cast(with_short(column.type, arrow.float64())))
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _json(value: Any, where: str, column: str) -> Any:
@@ -261,8 +262,8 @@ def _tasks_of(source: Any, env: str, split: str) -> list[Task]:
 _EXAMPLE = '{"prompt": "…", "answer": "…"}'
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every non-blank line."""
+def read_rows(path: Path) -> list[_Row]:
+    """(`path:line`, object) of every non-blank line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -275,9 +276,7 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(
-                line, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique
-            )
+            row = FLOATS.decode(line)
             if "\\ud" in line.lower():
                 json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -286,26 +285,8 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
             raise ConfigError(f"{path}:{number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}: a row must be an object such as {_EXAMPLE}, got {type(row).__name__}")
-        rows.append((number, row))
+        rows.append((f"{path}:{number}", row))
     return rows
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is too large a number")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"key '{next(k for k in names if names.count(k) > 1)}' twice in one object")
-    return made
 
 
 def _task(row: dict[str, Any], where: str, default_id: str, env: str, split: str, require_gold: bool) -> Task:
@@ -371,22 +352,10 @@ def messages_from(value: Any, where: str, role: str) -> tuple[Message, ...]:
         return (Message(role=role, content=value),)
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where} must be text or a list of messages, not empty; got {str(value)[:80]!r}")
-    return tuple(message_from(item, where) for item in value)
-
-
-def message_from(item: Any, where: str) -> Message:
-    if not isinstance(item, dict) or not isinstance(item.get("content"), str) or not isinstance(item.get("role"), str):
-        raise ConfigError(f'{where}: a message must be {{"role": "user", "content": "…"}}, got {str(item)[:80]}')
-    if item["role"] not in ROLES:
-        raise ConfigError(
-            f"{where}: role '{item['role']}' is not one of {', '.join(ROLES)}{did_you_mean(item['role'], ROLES)}"
-        )
-    if not isinstance(item.get("name"), str | None):
-        raise ConfigError(f"{where}: a message's name must be text, got {item['name']!r}")
-    extra = [key for key in item if key not in ("role", "content", "name")]
-    if extra:
-        raise ConfigError(f"{where}: a message has the unknown key '{extra[0]}'; allowed: role, content, name")
-    return Message(role=item["role"], content=item["content"], name=item.get("name"))
+    try:
+        return tuple(Message(**each.model_dump()) for each in _MESSAGES.validate_python(value))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {problem(error, 'message', _Message.model_fields)}") from None
 
 
 def _gold(row: Mapping[str, Any], where: str, required: bool) -> tuple[str, ...]:

@@ -7,12 +7,15 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from hashlib import blake2s
+from importlib.resources import files
 from typing import Any
 
-from upswing.envs.base import AssistantMessage, Observation, check_split
+import yaml
+
+from upswing.envs.base import AssistantMessage, Expert, Observation, check_split
 from upswing.envs.tool_env import ToolEnv
-from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall, Trajectory
+from upswing.verify.options import Share
 
 _SPLITS = ("train", "train", "train", "dev", "test")
 
@@ -22,10 +25,18 @@ def split_of(identity: str) -> str:
     return _SPLITS[zlib.crc32(identity.encode()) % len(_SPLITS)]
 
 
+def book(name: str) -> dict[str, Any]:
+    """The words and forms that an environment makes its tasks of: `{name}.yaml`."""
+    return dict(yaml.safe_load(files("upswing.envs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")))
+
+
 class GeneratedEnv(ToolEnv):
     """A ToolEnv that makes its tasks up. `draw` makes one; its identity must say all that the task is."""
 
+    fixed = ToolEnv.fixed | {"tools", "mcp", "source", "in_order"}
     in_order = True
+    expert_noise: Share = 0.0
+    """The chance that the expert slips, so that demonstrations show how to go on."""
     only_acts = False
     """Whether acts alone win: saying anything else than a call ends the episode, without an answer."""
 
@@ -85,6 +96,21 @@ class GeneratedEnv(ToolEnv):
         worked = any(record.ok for record in trajectory.tool_records[failed[0] + 1 :])
         return worked and trajectory.outcome is Outcome.COMPLETED
 
+    def expert(self, task: Task, rng: random.Random) -> Expert:
+        """Says what `speak` does."""
+        if type(self).speak is GeneratedEnv.speak:
+            return super().expert(task, rng)
+        careless = rng.random() < self.expert_noise
+
+        def act(messages: tuple[Message, ...]) -> str:
+            return self.speak(task, messages, [m.content for m in messages if m.role == "tool"], careless)
+
+        return act
+
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
+        """The expert's next turn; `heard`: what its calls were answered. `careless`: it slips this time."""
+        raise NotImplementedError
+
     def call(self, tool: str, **arguments: Any) -> str:
         """How an expert writes a call in this environment's protocol."""
         return self.parser.render([ToolCall(name=tool, arguments=arguments)])
@@ -92,9 +118,3 @@ class GeneratedEnv(ToolEnv):
     def say(self, answer: str) -> str:
         """How an expert writes its final answer."""
         return f"<answer>{answer}</answer>" if self.protocol == "tags" else answer
-
-    def check_count(self, option: str, value: Any, low: int, high: int) -> int:
-        """An integer option. Raises ConfigError."""
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{self.name} option {option} is {value!r}; allowed: an integer from {low} to {high}")
-        return value

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from upswing.envs.base import Expert, check_fraction
+from pydantic import Field
+
+from upswing.envs.base import Expert
 from upswing.envs.generated import GeneratedEnv
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, Task
+from upswing.verify.options import Share
 
 MOVES = {"north": (-1, 0), "south": (1, 0), "west": (0, -1), "east": (0, 1)}
 MAX_BUMPS = 3
@@ -32,35 +34,18 @@ class Grid(GeneratedEnv):
 
     name = "grid"
     only_acts = True
+    protocol = "tags"
+    size: Annotated[int, Field(ge=5, le=20)] = 6
+    view: Annotated[int, Field(ge=0, le=20)] = 0
+    door_frac: Share = 0.5
 
-    def __init__(
-        self,
-        *,
-        size: int = 6,
-        view: int = 0,
-        door_frac: float = 0.5,
-        expert_noise: float = 0.0,
-        protocol: str = "tags",
-        max_turns: int | None = None,
-    ) -> None:
-        """`max_turns`: by default 4 more than the world has squares, three times as many where it is seen in part."""
-        self.size = self.check_count("size", size, 5, 20)
-        self.view = self.check_count("view", view, 0, 20)
-        self.door_frac = check_fraction(self.name, "door_frac", door_frac)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-
-        async def move(direction: Literal["north", "south", "west", "east"]) -> str:
-            """Go one step."""
-            return self._move(direction)
-
-        turns = self.size**2 * (3 if self.view else 1) + 4 if max_turns is None else max_turns
-        super().__init__(tools=[move], protocol=protocol, max_turns=turns)
+    def enough_turns(self) -> int:
+        """4 more than the world has squares, three times as many where it is seen in part."""
+        return self.size**2 * (3 if self.view else 1) + 4
 
     def draw(self, rng: random.Random) -> Task:
-        while True:
-            rows = _world(self.size, rng.random() < self.door_frac, rng)
-            if rows is not None:
-                break
+        while (rows := _world(self.size, rng.random() < self.door_frac, rng)) is None:
+            pass
         world = "\n".join(rows)
         text = "Find the goal G. # is wall, K a key, D a door that needs the key, ? not seen yet, A is you.\n"
         text += f"{MAX_BUMPS} steps into what is shut end it.\n"
@@ -86,6 +71,11 @@ class Grid(GeneratedEnv):
 
     def _on(self, mark: str) -> bool:
         return self._world[self._at[0]][self._at[1]] == mark
+
+    @tool()
+    async def move(self, direction: Literal["north", "south", "west", "east"]) -> str:
+        """Go one step."""
+        return self._move(direction)
 
     def _move(self, direction: str) -> str:
         if self._moved == self._turns:
@@ -158,37 +148,25 @@ def _is_shut(mark: str | None, has_key: bool) -> bool:
     return mark == "#" or (mark == "D" and not has_key)
 
 
+def _ways(known: Mapping[Place, str], start: Place, has_key: bool, size: int) -> dict[Place, list[str]]:
+    """The shortest way to every square that can be reached over known ones, the nearest first."""
+    ways, queue = {start: list[str]()}, [start]
+    for place in queue:
+        for direction in MOVES if place in known else ():
+            to = _step(place, direction)
+            inside = 0 <= to[0] < size and 0 <= to[1] < size
+            if inside and to not in ways and not _is_shut(known.get(to), has_key):
+                ways[to] = [*ways[place], direction]
+                queue.append(to)
+    return ways
+
+
 def _route(known: Mapping[Place, str], start: Place, has_key: bool, size: int) -> list[str]:
     """The shortest way to the goal, else the key, else the nearest square not seen yet; empty when there is none."""
-
-    def walk(wanted: Any) -> list[str]:
-        queue, ways = deque([start]), {start: list[str]()}
-        while queue:
-            place = queue.popleft()
-            if place != start and wanted(place):
-                return ways[place]
-            if place not in known:
-                continue
-            for direction in MOVES:
-                to = _step(place, direction)
-                inside = 0 <= to[0] < size and 0 <= to[1] < size
-                if inside and not _is_shut(known.get(to), has_key) and to not in ways:
-                    ways[to] = [*ways[place], direction]
-                    queue.append(to)
-        return []
-
-    hidden = walk(lambda place: place not in known)
-    key = [] if has_key else walk(lambda place: known.get(place) == "K")
-    seen_goal = walk(lambda place: known.get(place) == "G" and place in known)
-    through_known = all(p in known for p in _places(start, seen_goal))
-    return (seen_goal if through_known else []) or key or hidden or seen_goal
-
-
-def _places(start: Place, way: list[str]) -> list[Place]:
-    places = [start]
-    for direction in way:
-        places.append(_step(places[-1], direction))
-    return places
+    ways = _ways(known, start, has_key, size)
+    wanted = ("G", None) if has_key else ("G", "K", None)
+    found = (way for mark in wanted for place, way in ways.items() if place != start and known.get(place) == mark)
+    return next(found, [])
 
 
 def _world(size: int, door: bool, rng: random.Random) -> tuple[str, ...] | None:
@@ -206,18 +184,7 @@ def _world(size: int, door: bool, rng: random.Random) -> tuple[str, ...] | None:
         agent, goal = rng.sample(squares, 2)
         key = agent
         marks |= {agent: "A", goal: "G"}
-    steps = _distance(marks, agent, key, has_key=False) + _distance(marks, key, goal, has_key=door)
-    if not size + 2 <= steps < math.inf or (door and _distance(marks, agent, goal, has_key=False) < math.inf):
+    first, then = _ways(marks, agent, False, size), _ways(marks, key, door, size)
+    if key not in first or goal not in then or len(first[key]) + len(then[goal]) < size + 2 or (door and goal in first):
         return None
     return tuple("".join(marks[r, c] for c in range(size)) for r in range(size))
-
-
-def _distance(marks: Mapping[Place, str], start: Place, goal: Place, has_key: bool) -> float:
-    """Steps of the shortest way; infinite when there is none."""
-    steps, queue = {start: 0}, [start]
-    for place in queue:
-        for to in (_step(place, direction) for direction in MOVES):
-            if to in marks and to not in steps and not _is_shut(marks[to], has_key):
-                steps[to] = steps[place] + 1
-                queue.append(to)
-    return steps.get(goal, math.inf)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from upswing.envs.base import Expert, Observation, check_fraction, check_split
+from upswing.envs.base import Expert, Observation, check_split
 from upswing.envs.tool_env import ToolEnv
-from upswing.errors import ConfigError
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, Task, Trajectory
+from upswing.verify.options import Share
 
 KEYS = string.ascii_lowercase[:16]
 VALUES = string.digits + string.ascii_uppercase
@@ -30,29 +31,18 @@ class Lookup(ToolEnv):
     """
 
     name = "lookup"
+    fixed = ToolEnv.fixed | {"tools", "mcp", "source", "protocol", "system", "tools_in_system"}
     protocol = "tags"
     max_turns = 4
+    alias_frac: Share = 0.5
+    expert_noise: Share = 0.0
+    dotted_expert: bool = False
+    _facts: Mapping[str, str] = {}
 
-    def __init__(
-        self,
-        *,
-        alias_frac: float = 0.5,
-        expert_noise: float = 0.0,
-        dotted_expert: bool = False,
-        max_turns: int = 4,
-    ) -> None:
-        if not isinstance(dotted_expert, bool):
-            raise ConfigError(f"lookup option dotted_expert is {dotted_expert!r}; allowed: true or false")
-        self.alias_frac = check_fraction(self.name, "alias_frac", alias_frac)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        self.dotted_expert = dotted_expert
-        self._facts: dict[str, str] = {}
-
-        def get(key: str) -> str:
-            """Say what a key stands for."""
-            return self._facts.get(key, UNKNOWN)
-
-        super().__init__(tools=[get], max_turns=max_turns)
+    @tool()
+    def get(self, key: str) -> str:
+        """Say what a key stands for."""
+        return self._facts.get(key, UNKNOWN)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self._facts = dict(task.data["facts"])

@@ -26,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from upswing.envs.adapters import library
 from upswing.envs.tools import (
     MAX_ERROR_CHARS,
     TOOL_NAME,
@@ -39,6 +40,7 @@ from upswing.envs.tools import (
 )
 from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
 from upswing.verify.http import from_environment
+from upswing.verify.options import problem
 
 CONNECT_S = 50.0
 """A server must have started and told its tools by then; below the default `limits.env_timeout_s`."""
@@ -46,17 +48,8 @@ ALIVE_S = 5.0
 """After a call that took too long: what a server that still works needs at most to list its tools."""
 CLOSE_S = 10.0
 _KEPT_WORDS = 4000
-_ADAPTERS = {
-    kind: TypeAdapter[Any](python)
-    for kind, python in {
-        "string": str,
-        "integer": int,
-        "number": float,
-        "boolean": bool,
-        "array": list,
-        "object": dict,
-    }.items()
-}
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+_ADAPTERS = {kind: TypeAdapter[Any](python) for kind, python in _TYPES.items()}
 _ANY = TypeAdapter[Any](Any)
 
 
@@ -89,10 +82,7 @@ def read_spec(given: Any, where: str) -> McpSpec:
     try:
         spec = McpSpec.model_validate(given)
     except ValidationError as error:
-        first, known = error.errors(include_url=False)[0], list(McpSpec.model_fields)
-        key = ".".join(map(str, first["loc"])) or "it"
-        hint = did_you_mean(key, known) if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"{where}: {key}: {first['msg']}{hint} (keys: {', '.join(known)})") from None
+        raise ConfigError(f"{where}: {problem(error, known=McpSpec.model_fields)}") from None
     if bool(spec.command) == bool(spec.url):
         raise ConfigError(f"{where} needs command: [program, argument, …] or url: http://…, one of the two")
     if spec.url and not spec.url.startswith(("http://", "https://")):
@@ -395,10 +385,7 @@ def _shared(command_json: str) -> McpServer:
 @functools.cache
 def _tools_of(spec_json: str, timeout_s: float) -> tuple[Any, ...]:
     """The chosen tools, made once for all environments, on the server that they share."""
-    try:
-        import mcp  # noqa: F401
-    except ImportError:
-        raise ConfigError("MCP servers need the mcp package; install it with: pip install 'upswing[mcp]'") from None
+    library("mcp", "mcp")
     spec = McpSpec.model_validate_json(spec_json)
     server = _shared(spec.model_dump_json(exclude={"include", "exclude", "prefix"}))
     try:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from importlib.resources import files
-from typing import Any
+from typing import Annotated
 
-import yaml
+from pydantic import Field
 
-from upswing.envs.base import AssistantMessage, Expert, Observation, check_fraction
-from upswing.envs.generated import GeneratedEnv
+from upswing.envs.base import AssistantMessage, Observation
+from upswing.envs.generated import GeneratedEnv, book
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, StopReason, Task
 
-_BOOK: dict[str, Any] = yaml.safe_load(files("upswing.envs").joinpath("memory.yaml").read_text(encoding="utf-8"))
+_BOOK = book("memory")
 MAX_FOUND = 3
 
 
@@ -27,33 +27,12 @@ class Memory(GeneratedEnv):
 
     name = "memory"
     system = "Nothing said here is kept for the next session, only what you remember with the tool."
+    sessions: Annotated[int, Field(ge=1, le=10)] = 2
+    facts: Annotated[int, Field(ge=1, le=5)] = 2
 
-    def __init__(
-        self,
-        *,
-        sessions: int = 2,
-        facts: int = 2,
-        expert_noise: float = 0.0,
-        protocol: str = "hermes",
-        max_turns: int | None = None,
-    ) -> None:
-        """`max_turns`: by default twice what a note for each fact takes."""
-        self.sessions = self.check_count("sessions", sessions, 1, 10)
-        self.facts = self.check_count("facts", facts, 1, 5)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        self._notes: list[str] = []
-
-        async def remember(note: str) -> str:
-            """Write a note into the notebook."""
-            self._notes.append(note.strip())
-            return "Noted."
-
-        async def recall(query: str) -> str:
-            """Find notes that share words with the query."""
-            return self._found(query)
-
-        turns = 2 * (self.sessions * (self.facts + 1) + 2) if max_turns is None else max_turns
-        super().__init__(tools=[remember, recall], protocol=protocol, max_turns=turns)
+    def enough_turns(self) -> int:
+        """Twice what a note for each fact takes."""
+        return 2 * (self.sessions * (self.facts + 1) + 2)
 
     def draw(self, rng: random.Random) -> Task:
         pairs = [(name, thing) for name in _BOOK["names"] for thing in _BOOK["things"]]
@@ -67,7 +46,7 @@ class Memory(GeneratedEnv):
         )
 
     def start(self, task: Task) -> None:
-        self._notes, self._left = [], list(task.data["sessions"])
+        self._notes, self._left = list[str](), list(task.data["sessions"])
 
     async def step(self, message: AssistantMessage) -> Observation:
         seen = await super().step(message)
@@ -79,28 +58,30 @@ class Memory(GeneratedEnv):
         self.answer = ""
         return Observation(messages=self._opening(told), rewrite=True)
 
-    def _found(self, query: str) -> str:
+    @tool()
+    async def remember(self, note: str) -> str:
+        """Write a note into the notebook."""
+        self._notes.append(note.strip())
+        return "Noted."
+
+    @tool()
+    async def recall(self, query: str) -> str:
+        """Find notes that share words with the query."""
         wanted = _words(query)
         scored = [(len(wanted & _words(note)), i, note) for i, note in enumerate(self._notes)]
         best = sorted((-shared, i, note) for shared, i, note in scored if shared)[:MAX_FOUND]
         return "\n".join(note for *_, note in best) or "No note has these words."
 
-    def expert(self, task: Task, rng: random.Random) -> Expert:
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
         """Writes down all that it is told, a note for each fact, and recalls by the question's words."""
-        careless = rng.random() < self.expert_noise
-
-        def act(messages: tuple[Message, ...]) -> str:
-            told = next(m.content for m in reversed(messages) if m.role == "user")
-            heard = [m.content for m in messages[1:] if m.role == "tool"]
-            if not told.endswith("?"):
-                facts = [f"{fact.strip().rstrip('.')}." for fact in told.split(". ") if fact.strip()]
-                return self.call("remember", note=facts[len(heard)]) if len(heard) < len(facts) else self.say("Noted.")
-            if not heard or heard[-1].startswith("No note"):
-                return self.call("recall", query="secret" if careless and not heard else told)
-            about = told.removeprefix("What is ").rstrip("?")
-            return self.say(next(n for n in heard[-1].splitlines() if about in n).split(" is ")[1].rstrip("."))
-
-        return act
+        told = next(m.content for m in reversed(messages) if m.role == "user")
+        if not told.endswith("?"):
+            facts = [f"{fact.strip().rstrip('.')}." for fact in told.split(". ") if fact.strip()]
+            return self.call("remember", note=facts[len(heard)]) if len(heard) < len(facts) else self.say("Noted.")
+        if not heard or heard[-1].startswith("No note"):
+            return self.call("recall", query="secret" if careless and not heard else told)
+        about = told.removeprefix("What is ").rstrip("?")
+        return self.say(next(n for n in heard[-1].splitlines() if about in n).split(" is ")[1].rstrip("."))
 
 
 def _value(thing: str, rng: random.Random) -> str:
@@ -109,8 +90,5 @@ def _value(thing: str, rng: random.Random) -> str:
 
 
 def _words(text: str) -> set[str]:
-    return set("".join(c if c.isalnum() else " " for c in text.lower().replace("'s", "")).split()) - {
-        "what",
-        "is",
-        "the",
-    }
+    plain = "".join(c if c.isalnum() else " " for c in text.lower().replace("'s", ""))
+    return set(plain.split()) - {"what", "is", "the"}

@@ -37,7 +37,7 @@ def read_pairs(path: str | Path, *, paired: bool = True) -> list[PairRow]:
     `paired`: every row needs both sides; otherwise one is enough. Raises ConfigError naming file, line and key for
     anything that is wrong, and for a file without rows.
     """
-    rows = [_pair(row, f"{path}:{number}", paired) for number, row in read_rows(Path(path))]
+    rows = [_pair(row, where, paired) for where, row in read_rows(Path(path))]
     if not rows:
         raise ConfigError(f'{path} has no rows; write one {{"prompt": "…", "chosen": "…", "rejected": "…"}} a line')
     return rows

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from upswing.trajectory.types import ToolCall
+from upswing.verify.strict_json import FLOATS
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -203,24 +203,10 @@ class WholeTurnParser(CallParser):
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} occurs twice")
-    return found
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-
-
 def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
     """(the JSON value that starts at `at`, where it ends). Raises ValueError, worded for the agent."""
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = FLOATS.raw_decode(text, at)
         dump_plain(value)
     except RecursionError:
         raise ValueError("JSON error: nested too deeply") from None

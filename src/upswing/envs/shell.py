@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from upswing.envs.base import AssistantMessage, Expert, Observation, check_fraction
-from upswing.envs.code import sandbox_of, shown
-from upswing.envs.generated import GeneratedEnv
+from upswing.envs.base import AssistantMessage, Observation
+from upswing.envs.code import Sandboxed, shown
+from upswing.envs.tools import tool
 from upswing.errors import EnvironmentBroken
 from upswing.trajectory.types import Message, Task
 from upswing.verify.sandbox import SandboxLimits, SandboxUnavailable, Workspace
@@ -32,7 +32,6 @@ _FOLDERS = ("inbox", "notes", "photos", "reports", "drafts", "import")
 class _Job:
     """A task before it is one. `changed`: what becomes of a path: {text, executable}, {link}, or None for gone."""
 
-    kind: str
     ask: str
     files: dict[str, Any]
     """Texts by path; of an archive, {name: text}."""
@@ -44,7 +43,7 @@ class _Job:
     """Run before the episode, for what isn't a plain file."""
 
 
-class Shell(GeneratedEnv):
+class Shell(Sandboxed):
     """One tool, `bash(command)`. Tasks: rename, move, count in logs, edit a configuration, add up a column, set a
     link, fix permissions, take a file out of an archive, sort and clean lists.
 
@@ -54,37 +53,26 @@ class Shell(GeneratedEnv):
     """
 
     name = "shell"
+    max_turns = 8
+    _place: Workspace | None = None
+    _found: Mapping[str, Any] = {}
 
-    def __init__(
-        self,
-        *,
-        expert_noise: float = 0.0,
-        unsafe_local: bool = False,
-        protocol: str = "hermes",
-        max_turns: int = 8,
-    ) -> None:
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        self._sandbox = sandbox_of(self.name, unsafe_local)
-        self._held = AsyncExitStack()
-        self._place: Workspace | None = None
-        self._found: Mapping[str, Any] = {}
-
-        async def bash(command: str) -> str:
-            """Run a bash command in the working directory, for at most 10 seconds; -> what it prints. Files stay for
-            the next command, variables and `cd` don't."""
-            return shown(await self._execute(["bash", "-c", command]))
-
-        super().__init__(tools=[bash], protocol=protocol, max_turns=max_turns)
+    @tool()
+    async def bash(self, command: str) -> str:
+        """Run a bash command in the working directory, for at most 10 seconds; -> what it prints. Files stay for
+        the next command, variables and `cd` don't."""
+        return shown(await self._execute(["bash", "-c", command]))
 
     def draw(self, rng: random.Random) -> Task:
         seed = rng.randrange(10**9)
-        job = rng.choice(_JOBS)(random.Random(f"shell {seed}"))
+        form = rng.choice(_JOBS)
+        job, kind = form(random.Random(f"shell {seed}")), form.__name__[1:]
         ending = " Give only the number." if job.answer else " Change nothing else, then say done."
         return self.make_task(
-            f"{seed}-{job.kind}",
+            f"{seed}-{kind}",
             job.ask + ending,
             gold=(job.answer,) if job.answer else (),
-            kind=job.kind,
+            kind=kind,
             files=job.files,
             setup=job.setup,
             command=job.command,
@@ -97,6 +85,7 @@ class Shell(GeneratedEnv):
             path: _packed(text) if isinstance(text, Mapping) else text.encode()
             for path, text in task.data["files"].items()
         }
+        self._held = AsyncExitStack()
         try:
             self._place = await self._held.enter_async_context(self._sandbox.workspace(given))
         except SandboxUnavailable as problem:
@@ -120,7 +109,8 @@ class Shell(GeneratedEnv):
         return self._found
 
     async def close(self) -> None:
-        await self._held.aclose()
+        if self._place is not None:
+            await self._held.aclose()
 
     async def _execute(self, argv: list[str]) -> Any:
         assert self._place is not None
@@ -147,18 +137,12 @@ class Shell(GeneratedEnv):
                 found[path] = {"other": kind}
         return found
 
-    def expert(self, task: Task, rng: random.Random) -> Expert:
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
         """Looks around, runs one command and answers."""
-        careless = rng.random() < self.expert_noise
         plan = [*(["cat README"] if careless else []), "find . -type f | head -50", task.data["command"]]
-
-        def act(messages: tuple[Message, ...]) -> str:
-            heard = [message.content for message in messages if message.role == "tool"]
-            if len(heard) < len(plan):
-                return self.call("bash", command=plan[len(heard)])
-            return self.say(heard[-1] if task.gold else "done")
-
-        return act
+        if len(heard) < len(plan):
+            return self.call("bash", command=plan[len(heard)])
+        return self.say(heard[-1] if task.gold else "done")
 
 
 def _text(content: bytes) -> str:
@@ -197,7 +181,6 @@ def _rename(rng: random.Random) -> _Job:
     files = _notes(rng, [f"{name}.{old if i < some else other}" for i, name in enumerate(names)])
     gone = {f"{name}.{old}": None for name in names[:some]}
     return _Job(
-        kind="rename",
         ask=f"Rename every .{old} file in {folder} so that it ends in .{new} instead.",
         files=files,
         command=f'for f in {folder}/*.{old}; do mv "$f" "${{f%.{old}}}.{new}"; done',
@@ -214,7 +197,6 @@ def _move(rng: random.Random) -> _Job:
     )
     moved = {f"{target}/{name}": _plain(files[f"{source}/{name}"]) for name in mine}
     return _Job(
-        kind="move",
         ask=f"Move every file in {source} whose name starts with {word} into a new folder {target}.",
         files=files,
         command=f"mkdir -p {target} && mv {source}/{word}* {target}/",
@@ -233,7 +215,6 @@ def _count(rng: random.Random) -> _Job:
     if found < 2:
         return _count(rng)
     return _Job(
-        kind="count",
         ask=f"In all the files in logs, how many requests of the user {name} got the status {status}?",
         files=files,
         command=f"cat logs/*.log | grep -c 'user={name} status={status} '",
@@ -252,7 +233,6 @@ def _config(rng: random.Random) -> _Job:
     before = written()
     values[part, key] = value
     return _Job(
-        kind="config",
         ask=f"In app/settings.ini, set {key} of the section [{part}] to {value}.",
         files={"app/settings.ini": before},
         command=rf"sed -i '/^\[{part}\]/,/^$/ s/^{key} = .*/{key} = {value}/' app/settings.ini",
@@ -267,7 +247,6 @@ def _total(rng: random.Random) -> _Job:
     ]
     total = sum(amount for _, where, amount in rows if where == region)
     return _Job(
-        kind="total",
         ask=f"Add up the amounts of the rows of sales.csv whose region is {region}. Write only the sum to total.txt.",
         files={"sales.csv": "id,region,amount\n" + "".join(f"{i},{where},{amount}\n" for i, where, amount in rows)},
         command=f"t=0; for n in $(grep ',{region},' sales.csv | cut -d, -f3); do t=$((t+n)); done; echo $t > total.txt",
@@ -280,7 +259,6 @@ def _link(rng: random.Random) -> _Job:
     old, new = rng.sample(versions, 2) if len(versions) > 1 else (versions[0], "9.9")
     files = {f"releases/{version}/app.txt": f"version {version}\n" for version in {*versions, new}}
     return _Job(
-        kind="link",
         ask=f"current is a symbolic link to releases/{old}. Point it to releases/{new} instead.",
         files=files,
         command=f"ln -sfn releases/{new} current",
@@ -296,7 +274,6 @@ def _permissions(rng: random.Random) -> _Job:
     ready = f"bin/{names[0]}.sh"
     scripts = [f"bin/{name}.sh" for name in names[1:3]]
     return _Job(
-        kind="permissions",
         ask="Make every .sh file in bin executable for its owner.",
         files=files,
         command="chmod u+x bin/*.sh",
@@ -309,7 +286,6 @@ def _extract(rng: random.Random) -> _Job:
     members = _notes(rng, [f"{word}.txt" for word in rng.sample(_WORDS, 5)])
     wanted, target = rng.choice(list(members)), rng.choice(_FOLDERS)
     return _Job(
-        kind="extract",
         ask=f"Take only {wanted} out of the archive backup.tar and put it into a new folder {target}.",
         files={"backup.tar": members, **_notes(rng, ["readme.txt"])},
         command=f"mkdir -p {target} && tar -xf backup.tar -C {target} {wanted}",
@@ -320,7 +296,6 @@ def _extract(rng: random.Random) -> _Job:
 def _sort(rng: random.Random) -> _Job:
     folder, words = rng.choice(_FOLDERS), rng.choices(_WORDS, k=rng.randint(12, 25))
     return _Job(
-        kind="sort",
         ask=f"Write the different words in {folder}/words.txt to sorted.txt, one a line, in alphabetical order.",
         files={f"{folder}/words.txt": "\n".join(words) + "\n"},
         command=f"sort -u {folder}/words.txt > sorted.txt",
@@ -333,7 +308,6 @@ def _clean(rng: random.Random) -> _Job:
     files = _notes(rng, [f"{folder}/{name}.txt" for name in names])
     empty = [f"{folder}/{name}.txt" for name in names[: rng.randint(2, 4)]]
     return _Job(
-        kind="clean",
         ask=f"Delete the empty files in {folder}.",
         files={**files, **dict.fromkeys(empty, "")},
         command=f"find {folder} -type f -empty -delete",

@@ -6,18 +6,18 @@ import random
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
-from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
+from pydantic import Field
 
-from upswing.envs.base import Expert, check_fraction
-from upswing.envs.generated import GeneratedEnv
+from upswing.envs.generated import GeneratedEnv, book
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, Task
+from upswing.verify.options import Share
 
 MAX_ROWS, MAX_STEPS, MAX_CELL, MAX_PAGES = 50, 200_000, 1000, 64
 """Rows shown, SQLite's own steps a statement, characters a cell (one step works on a whole cell), pages of 4 KiB."""
-_BOOK: dict[str, Any] = yaml.safe_load(files("upswing.envs").joinpath("sql.yaml").read_text(encoding="utf-8"))
+_BOOK = book("sql")
 _TABLES = ("customers", "products", "orders")
 _ALLOWED = {
     sqlite3.SQLITE_SELECT,
@@ -40,27 +40,15 @@ class Sql(GeneratedEnv):
 
     name = "sql"
     system = "The tables:\n" + _BOOK["schema"].strip()
+    change_frac: Share = 0.5
+    num_orders: Annotated[int, Field(ge=1, le=1000)] = 30
+    _database: sqlite3.Connection | None = None
 
-    def __init__(
-        self,
-        *,
-        change_frac: float = 0.5,
-        num_orders: int = 30,
-        expert_noise: float = 0.0,
-        protocol: str = "hermes",
-        max_turns: int = 6,
-    ) -> None:
-        self.change_frac = check_fraction(self.name, "change_frac", change_frac)
-        self.num_orders = self.check_count("num_orders", num_orders, 1, 1000)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        self._database: sqlite3.Connection | None = None
-
-        async def sql(query: str) -> str:
-            """Run one SQL statement of SQLite's dialect; -> its rows, or how many rows it changed."""
-            assert self._database is not None
-            return run(self._database, query)
-
-        super().__init__(tools=[sql], protocol=protocol, max_turns=max_turns)
+    @tool()
+    async def sql(self, query: str) -> str:
+        """Run one SQL statement of SQLite's dialect; -> its rows, or how many rows it changed."""
+        assert self._database is not None
+        return run(self._database, query)
 
     def draw(self, rng: random.Random) -> Task:
         seed, change = rng.randrange(10**9), rng.random() < self.change_frac
@@ -101,21 +89,14 @@ class Sql(GeneratedEnv):
     def final(self) -> Mapping[str, Any]:
         return {} if self._database is None else {"tables": tables(self._database)}
 
-    def expert(self, task: Task, rng: random.Random) -> Expert:
+    def speak(self, task: Task, messages: tuple[Message, ...], heard: list[str], careless: bool) -> str:
         """Knows how each kind of question is put in SQL."""
-        careless = rng.random() < self.expert_noise
-
-        def act(messages: tuple[Message, ...]) -> str:
-            heard = [message.content for message in messages if message.role == "tool"]
-            if not heard and careless:
-                return self.call(
-                    "sql", query=task.data["query"].replace("name", "title", 1).replace("status", "state", 1)
-                )
-            if not heard or heard[-1].startswith("Error"):
-                return self.call("sql", query=task.data["query"])
-            return self.say(heard[-1].splitlines()[-1] if task.gold else "done")
-
-        return act
+        query = task.data["query"]
+        if not heard and careless:
+            return self.call("sql", query=query.replace("name", "title", 1).replace("status", "state", 1))
+        if not heard or heard[-1].startswith("Error"):
+            return self.call("sql", query=query)
+        return self.say(heard[-1].splitlines()[-1] if task.gold else "done")
 
 
 def make_database(seed: int, num_orders: int) -> sqlite3.Connection:

@@ -6,20 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, get_args
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.dataset import load_tasks
 from upswing.envs.parsers import HermesParser, LlamaJsonParser, PythonParser, QwenXmlParser, TagsParser
 from upswing.envs.parsing import CallParser, ParsedTurn, neutralize
-from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed
+from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed, is_marked
 from upswing.errors import ConfigError, did_you_mean
+from upswing.plugins import load_object
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
+from upswing.verify.options import Count, Positive
 
-if TYPE_CHECKING:
-    from upswing.envs.mcp import McpTools
-
-PROTOCOLS = ("hermes", "tags", "llama3_json", "qwen_coder_xml", "python")
+Protocol = Literal["hermes", "tags", "llama3_json", "qwen_coder_xml", "python"]
+PROTOCOLS = get_args(Protocol)
+Many = list[Any] | tuple[Any, ...]
 _NOT_IN_TEMPLATES = ("tags", "python")
 """Formats that chat templates don't explain: the system message does."""
 INVALID_PREFIX = "Invalid call: "
@@ -27,7 +28,8 @@ INVALID_PREFIX = "Invalid call: "
 
 
 class ToolEnv(Environment):
-    """Plays tasks with tools. Give the parts to the constructor, or subclass and set them as class attributes.
+    """Plays tasks with tools. Give the parts to the constructor, or subclass and set them as class attributes; methods
+    that `@tool()` marks are tools too.
 
     `protocol` is how calls are written (see `parsers`). `hermes`: JSON in `<tool_call>` tags; `llama3_json`: bare JSON;
     `qwen_coder_xml`: `<function=…>` in `<tool_call>`; for these three the chat template describes the tools. `python`:
@@ -39,60 +41,64 @@ class ToolEnv(Environment):
     """
 
     name = "tool"
-    tools: Sequence[Callable[..., Any] | Tool | str] = ()
+    tools: Many = ()
     """Functions, Tools or import paths of functions (`my_pkg.tools:search`)."""
-    mcp: Sequence[Mapping[str, Any]] = ()
+    mcp: Many = ()
     """MCP servers whose tools the agent may call too; see `upswing.envs.mcp`."""
-    max_turns: int = 6
+    max_turns: Count = 6
     """Turns that the agent may take, the answer included."""
-    protocol: str = "hermes"
+    protocol: Protocol = "hermes"
     system: str | None = None
     """What the system message starts with."""
-    max_invalid_calls: int = 3
-    tool_timeout_s: float = 30.0
+    max_invalid_calls: Count = 3
+    tool_timeout_s: Positive = 30.0
     tools_in_system: bool = False
     """Describe the tools in the system message also where the chat template could: not all have a place for them."""
-    max_result_chars: int = 20_000
+    max_result_chars: Count = 20_000
     """A longer result is cut, and says so."""
     in_order: bool = False
     """Run a turn's calls one after the other, up to the end of the episode, and not in parallel."""
     source: Any = None
-    """What `tasks` streams: tasks, a JSONL path, or either by split."""
+    """What `tasks` streams (the constructor's `tasks`): tasks, a JSONL path, or either by split."""
 
-    def __init__(
-        self,
-        tools: Sequence[Callable[..., Any] | Tool | str] | None = None,
-        *,
-        mcp: Sequence[Mapping[str, Any]] | None = None,
-        max_turns: int | None = None,
-        protocol: str | None = None,
-        system: str | None = None,
-        max_invalid_calls: int | None = None,
-        tool_timeout_s: float | None = None,
-        tools_in_system: bool | None = None,
-        max_result_chars: int | None = None,
-        tasks: Any = None,
-    ) -> None:
-        """Every argument left out is the class attribute. Raises ConfigError for anything that can't work."""
-        given = {option: value for option, value in locals().items() if option != "self" and value is not None}
-        for option, value in given.items():
-            setattr(self, "source" if option == "tasks" else option, value)
-        self._check_options()
+    def __init__(self, tools: Sequence[Any] | None = None, **options: Any) -> None:
+        if "tasks" in options:
+            options["source"] = options.pop("tasks")
+        super().__init__(**({} if tools is None else {"tools": tools}), **options)
+        if options.get("max_turns") is None:
+            self.max_turns = self.enough_turns()
         self._tools: dict[str, Tool] = {}
-        own = [Tool.from_function(_function(each), timeout_s=self.tool_timeout_s) for each in self.tools]
-        self._mcp = self._mcp_tools()
+        names = {name: None for cls in reversed(type(self).__mro__) for name, f in vars(cls).items() if is_marked(f)}
+        given = [*self.tools, *(method for name in names if (method := getattr(self, name)) not in self.tools)]
+        loaded = [load_object(each, "tool", {}) if isinstance(each, str) else each for each in given]
+        own = [Tool.from_function(each, timeout_s=self.tool_timeout_s) for each in loaded]
+        self._mcp: tuple[Any, ...] = ()
+        if self.mcp:
+            from upswing.envs.mcp import McpTools
+
+            self._mcp = tuple(McpTools(each, f"mcp[{n}]", self.tool_timeout_s) for n, each in enumerate(self.mcp))
         for tool in [*own, *(tool for server in self._mcp for tool in server.tools)]:
             if tool.name in self._tools:
                 how = "rename one" + (" (of an MCP server: exclude it, or set a prefix)" if self._mcp else "")
                 raise ConfigError(f"{type(self).__name__}: two tools are called '{tool.name}'; {how}")
             self._tools[tool.name] = tool
-        self.parser = self._make_parser()
+        self.equip({})
         self._turns = self._invalid_in_row = 0
         self._counts = {"tool_calls": 0, "invalid_calls": 0, "tool_errors": 0, "tool_retries": 0}
+
+    def equip(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        """Take more tools, or others, by their names. Raises ConfigError."""
+        limit_s = self.tool_timeout_s
+        self._tools |= {name: Tool.from_function(f, name=name, timeout_s=limit_s) for name, f in functions.items()}
+        self.parser = self._make_parser()
 
     def close(self) -> Any:
         """End the MCP servers that are this trajectory's own (a coroutine, where there are MCP servers)."""
         return self._close_mcp() if self._mcp else None
+
+    def enough_turns(self) -> int:
+        """Override to make `max_turns`, where none is given, depend on the other options."""
+        return self.max_turns
 
     def is_done(self) -> bool:
         """Override to end the episode (ENV_DONE) after a turn's calls, whatever the agent says."""
@@ -112,9 +118,7 @@ class ToolEnv(Environment):
         """Start a task: the conversation so far, and the tools' schemas where the chat template shows them."""
         self._turns = self._invalid_in_row = 0
         self._counts = dict.fromkeys(self._counts, 0)
-        in_template = self.protocol not in _NOT_IN_TEMPLATES and not self.tools_in_system
-        schemas = tuple(tool.schema for tool in self._tools.values()) if in_template else ()
-        return Observation(messages=self._opening(task), tools=schemas)
+        return Observation(messages=self._opening(task), tools=self._schemas())
 
     async def step(self, message: AssistantMessage) -> Observation:
         """Take a turn: run its calls, or end with its answer."""
@@ -204,6 +208,11 @@ class ToolEnv(Environment):
             text = f"{text[: self.max_result_chars]}\n[cut: {len(text) - self.max_result_chars} more characters]"
         return neutralize(text, self.parser.markers)
 
+    def _schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Where the chat template shows them."""
+        in_system = self.tools_in_system or self.protocol in _NOT_IN_TEMPLATES
+        return () if in_system else tuple(tool.schema for tool in self._tools.values())
+
     def _opening(self, task: Task) -> tuple[Message, ...]:
         """The task's messages, with one system message in front if there is anything to say in it."""
         messages = task.messages
@@ -223,33 +232,6 @@ class ToolEnv(Environment):
         lines = [f"{tool.usage}: {tool.description}" for tool in self._tools.values()]
         how = f"Call a tool with {self.parser.usage}. A turn without a call is your final answer."
         return "\n".join(["Tools:", *lines, how])
-
-    def _check_options(self) -> None:
-        label = type(self).__name__
-        if self.protocol not in PROTOCOLS:
-            raise ConfigError(
-                f"{label}: protocol is {self.protocol!r}; allowed: {', '.join(PROTOCOLS)}"
-                f"{did_you_mean(str(self.protocol), PROTOCOLS)}"
-            )
-        for option in ("max_turns", "max_invalid_calls", "max_result_chars"):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{label}: {option} must be an integer of at least 1, got {value!r}")
-        if not isinstance(self.tools_in_system, bool):
-            raise ConfigError(f"{label}: tools_in_system must be true or false, got {self.tools_in_system!r}")
-        if not isinstance(self.system, str | None):
-            raise ConfigError(f"{label}: system must be text, got {self.system!r}")
-        if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
-            raise ConfigError(f"{label}: tools must be a list of functions, got {type(self.tools).__name__}")
-        if isinstance(self.mcp, str) or not isinstance(self.mcp, Sequence):
-            raise ConfigError(f"{label}: mcp must be a list of servers, got {type(self.mcp).__name__}")
-
-    def _mcp_tools(self) -> tuple[McpTools, ...]:
-        if not self.mcp:
-            return ()
-        from upswing.envs.mcp import McpTools
-
-        return tuple(McpTools(each, f"mcp[{n}]", self.tool_timeout_s) for n, each in enumerate(self.mcp))
 
     async def _close_mcp(self) -> None:
         for server in self._mcp:
@@ -280,12 +262,3 @@ class ToolEnv(Environment):
                 f"tool '{tool.name}' {what}; protocol tags passes one string: give the others defaults or use hermes"
             )
         return texts[0]
-
-
-def _function(given: Callable[..., Any] | Tool | str) -> Callable[..., Any] | Tool:
-    if not isinstance(given, str):
-        return given
-    from upswing.plugins import load_object
-
-    loaded: Callable[..., Any] = load_object(given, "tool", {})
-    return loaded

@@ -17,20 +17,21 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.parsers import TagsParser
-from upswing.envs.parsing import COMMON_MARKERS, THINK_CLOSE, neutralize, storable
-from upswing.envs.tool_env import INVALID_PREFIX
+from upswing.envs.parsing import THINK_CLOSE, storable
+from upswing.envs.tool_env import INVALID_PREFIX, ToolEnv
 from upswing.errors import ConfigError, EnvironmentBroken
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
 from upswing.verify.deadline import call_env
-from upswing.verify.http import from_environment
+from upswing.verify.http import from_environment, http_client
+from upswing.verify.options import REQUIRED, Positive, problem
 
 PATH = "/get_observation"
 NEEDS_SERVE = "it needs {}; install it with: pip install 'upswing[serve]'"
@@ -45,24 +46,28 @@ _TASKS = TypeAdapter(Task)
 # -- client -----------------------------------------------------------------------------------------------------------
 
 
+class _Seen(BaseModel):
+    """An observation; as text it is `obs` alone."""
+
+    obs: str
+    reward: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
+    invalid_reason: Any = None
+    error: Any = None
+    image: Any = None
+    audio: Any = None
+
+
 class _Reply(BaseModel):
     """A server's reply to one action."""
 
-    observations: list[str | dict[str, Any]] = Field(min_length=1, max_length=1)
+    observations: list[Annotated[_Seen, BeforeValidator(lambda it: {"obs": it} if isinstance(it, str) else it)]] = (
+        Field(min_length=1, max_length=1)
+    )
     dones: list[bool] = Field(min_length=1, max_length=1)
     valids: list[bool] = Field(min_length=1, max_length=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    text: str
-    reward: float
-    why_invalid: str
-    done: bool
-    valid: bool
-
-
-class RemoteTools(Environment):
+class RemoteTools(ToolEnv):
     """Plays tasks with the tools of a server that speaks VerlTool's protocol.
 
     Every turn goes to the server as it is; where `action_ends` are given (VerlTool's `action_stop_tokens`), only one
@@ -72,60 +77,38 @@ class RemoteTools(Environment):
     (INVALID_CALLS).
     A request holds one action: VerlTool's router chooses the worker by the first id of a request, and one slow or
     broken action would hold up or break the others.
+
+    `timeout_s`: of one action; keep it below `limits.env_timeout_s`. Raises ConfigError, also when nothing listens at
+    `url`.
     """
 
     name = "tool_server"
+    fixed = ToolEnv.fixed | {
+        "tools", "mcp", "source", "protocol", "tools_in_system", "in_order", "tool_timeout_s"
+    }  # fmt: skip
+    url: str = REQUIRED
+    action_ends: Sequence[Annotated[str, Field(min_length=1)]] = ()
+    timeout_s: Positive = 50.0
+    headers: Mapping[str, str] = {}
+    _http: Any = None
+    _held = False
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        action_ends: Sequence[str] = (),
-        max_turns: int = 6,
-        max_invalid_calls: int = 3,
-        max_result_chars: int = 20_000,
-        system: str | None = None,
-        timeout_s: float = 50.0,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """timeout_s: of one action; keep it below `limits.env_timeout_s`. Raises ConfigError, also when nothing listens
-        at `url`."""
-        parts = urlsplit(url if isinstance(url, str) else "")
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url=url, **options)
+        parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{self.name}: url is {url!r}; expected something like http://127.0.0.1:5000{PATH}")
-        counts = {"max_turns": max_turns, "max_invalid_calls": max_invalid_calls, "max_result_chars": max_result_chars}
-        for option, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{self.name}: {option} must be an integer of at least 1, got {value!r}")
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-            raise ConfigError(f"{self.name}: timeout_s must be a positive number of seconds, got {timeout_s!r}")
-        if isinstance(action_ends, str) or not all(isinstance(end, str) and end for end in action_ends):
-            raise ConfigError(
-                f"{self.name}: action_ends must be a list of texts (such as </search>), got {action_ends!r}"
-            )
         _check_reachable(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self.url = url if parts.path.strip("/") else url.rstrip("/") + PATH
-        self.headers = from_environment(headers or {}, f"{self.name}: headers")
-        self.action_ends, self.system, self.timeout_s = action_ends, system, timeout_s
-        self.max_turns, self.max_invalid_calls, self.max_result_chars = max_turns, max_invalid_calls, max_result_chars
-        self._http: Any = None
-        self._held = False
-        self._turns = self._invalid_in_row = 0
+        self.headers = from_environment(self.headers, f"{self.name}: headers")
         self._counts = {"tool_calls": 0, "invalid_calls": 0}
-
-    def state(self) -> Mapping[str, Any]:
-        """Counts of actions: `tool_calls`, and `invalid_calls` among them."""
-        return dict(self._counts)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """Start a trajectory under a new id; the server hears of it with the first action."""
-        import httpx
-
-        self._http = httpx.AsyncClient(timeout=None, headers=self.headers, verify=_tls())
+        self._http = http_client(headers=self.headers)
         self._id, self._task = uuid.uuid4().hex, _TASKS.dump_python(task, mode="json")
         self._fields = {key: value for key, value in task.data.items() if key not in ("finish", "is_last_step")}
-        front = (Message(role="system", content=self.system),) if self.system else ()
-        return Observation(messages=(*front, *task.messages))
+        return await super().reset(task, seed)
 
     async def step(self, message: AssistantMessage) -> Observation:
         """Take a turn: hand it to the server, or end with its answer. Raises EnvironmentBroken."""
@@ -136,29 +119,29 @@ class RemoteTools(Environment):
         if self.action_ends and not any(end in said for end in self.action_ends):
             return _answered(said)
         started, last = time.perf_counter(), self._turns >= self.max_turns
-        seen = await self._post(message.content, last=last)
-        if not (seen.valid or seen.text) and not (seen.why_invalid if seen.done else self.action_ends):
+        seen, done, valid = await self._post(message.content, last=last)
+        text, why, reward = seen.obs, str(seen.invalid_reason or ""), seen.reward or 0.0
+        if not (valid or text) and not (why if done else self.action_ends):
             return _answered(said)
         self._counts["tool_calls"] += 1
-        self._counts["invalid_calls"] += not seen.valid
-        self._invalid_in_row = 0 if seen.valid else self._invalid_in_row + 1
-        text = seen.text
-        if not (seen.valid or text):
-            text = INVALID_PREFIX + (seen.why_invalid or "the tools found no action in it")
-        if len(text) > self.max_result_chars:
-            text = f"{text[: self.max_result_chars]}\n[cut: {len(text) - self.max_result_chars} more characters]"
+        self._counts["invalid_calls"] += not valid
+        self._invalid_in_row = 0 if valid else self._invalid_in_row + 1
+        if not (valid or text):
+            text = INVALID_PREFIX + (why or "the tools found no action in it")
         record = ToolRecord(
             call=ToolCall(name=self.name, arguments={"action": storable(message.content)}, id=f"call_{turn}_0"),
-            result=neutralize(text, COMMON_MARKERS),
-            ok=seen.valid,
+            result=self._clean(text),
+            ok=valid,
             turn=turn,
             duration_s=time.perf_counter() - started,
         )
-        reason = self._end_reason(seen)
+        reason = self._end_reason()
+        if done:
+            reason = StopReason.ENV_DONE if valid else StopReason.INVALID_CALLS
         if reason is not None:
-            return Observation(done=True, stop_reason=reason, tool_records=(record,), reward=seen.reward)
+            return Observation(done=True, stop_reason=reason, tool_records=(record,), reward=reward)
         answer = Message(role="tool", content=record.result)
-        return Observation(messages=(answer,), tool_records=(record,), reward=seen.reward)
+        return Observation(messages=(answer,), tool_records=(record,), reward=reward)
 
     async def close(self) -> None:
         """Tell the server, where it still holds the trajectory, that it is over."""
@@ -171,15 +154,8 @@ class RemoteTools(Environment):
         finally:
             await self._http.aclose()
 
-    def _end_reason(self, seen: _Seen) -> StopReason | None:
-        if seen.done and seen.valid:
-            return StopReason.ENV_DONE
-        if seen.done or self._invalid_in_row >= self.max_invalid_calls:
-            return StopReason.INVALID_CALLS
-        return StopReason.MAX_TURNS if self._turns >= self.max_turns else None
-
-    async def _post(self, action: str, *, finish: bool = False, last: bool = False) -> _Seen:
-        """One action, answered. Raises EnvironmentBroken for whatever is no proper answer."""
+    async def _post(self, action: str, *, finish: bool = False, last: bool = False) -> tuple[_Seen, bool, bool]:
+        """(what is seen, done, valid) of one action. Raises EnvironmentBroken for whatever is no proper answer."""
         first = {} if self._held else {_TASK: self._task}
         body = {
             "trajectory_ids": [self._id],
@@ -200,48 +176,28 @@ class RemoteTools(Environment):
         try:
             reply = _Reply.model_validate_json(response.content)
         except ValidationError as error:
-            first_error = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first_error["loc"]))
-            raise EnvironmentBroken(
-                f"tool server {self.url} sent no proper reply ({where + ': ' if where else ''}{first_error['msg']})"
-            ) from None
+            raise EnvironmentBroken(f"tool server {self.url} sent no proper reply ({problem(error)})") from None
         self._held = not (reply.dones[0] or finish or last)
-        return self._read(reply)
+        (seen,) = reply.observations
+        if seen.error:
+            raise EnvironmentBroken(f"tool server {self.url} says that a tool broke: {seen.error}")
+        if seen.image or seen.audio:
+            raise EnvironmentBroken(f"tool server {self.url} sent an image or a sound; only text can be shown")
+        return seen, reply.dones[0], reply.valids[0]
 
     async def _send(self, body: Mapping[str, Any]) -> Any:
-        import httpx
+        import httpx2
 
         for pause_s in (*RETRY_S, None):
             try:
                 return await self._http.post(self.url, json=body)
-            except httpx.ConnectError as error:
+            except httpx2.ConnectError as error:
                 if pause_s is None:
                     raise EnvironmentBroken(f"tool server {self.url} can't be reached: {error}") from None
                 await asyncio.sleep(pause_s)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 text = f"{type(error).__name__}: {error}"
                 raise EnvironmentBroken(f"tool server {self.url} broke the connection ({text})") from None
-
-    def _read(self, reply: _Reply) -> _Seen:
-        given = reply.observations[0]
-        seen = given if isinstance(given, dict) else {"obs": given}
-        text, reward, why = seen.get("obs"), seen.get("reward"), seen.get("invalid_reason")
-        reward = 0.0 if reward is None else reward
-        wrong = ""
-        if seen.get("error"):
-            wrong = f"says that a tool broke: {seen['error']}"
-        elif seen.get("image") or seen.get("audio"):
-            wrong = "sent an image or a sound; only text can be shown"
-        elif not isinstance(text, str):
-            wrong = "sent an observation without 'obs' text"
-        elif isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            wrong = f"sent reward {reward!r}, no number"
-        if wrong:
-            raise EnvironmentBroken(f"tool server {self.url} {wrong}")
-        invalid = "" if why is None else str(why)
-        return _Seen(
-            text=str(text), reward=float(reward), why_invalid=invalid, done=reply.dones[0], valid=reply.valids[0]
-        )
 
 
 def _answered(said: str) -> Observation:
@@ -257,18 +213,6 @@ def _check_reachable(host: str, port: int) -> None:
         socket.create_connection((host, port), timeout=5).close()
     except OSError as error:
         raise ConfigError(f"no tool server at {host}:{port} ({error}); start it first, see docs/tools.md") from None
-    try:
-        import httpx  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"{RemoteTools.name}: {NEEDS_SERVE.format('httpx')}") from None
-
-
-@functools.cache
-def _tls() -> Any:
-    """Made once: reading the certificates takes longer than a request."""
-    import httpx
-
-    return httpx.create_ssl_context()
 
 
 # -- server -----------------------------------------------------------------------------------------------------------

@@ -13,19 +13,19 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 import re
 import time
 import typing
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.options import Count, CountOrZero, Positive, check_options
 
 DEFAULT_TIMEOUT_S = 30.0
 TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -63,9 +63,10 @@ class ToolOptions:
     """What `@tool` says, with what all tools made of the function share in this process (a tool is made anew for every
     trajectory)."""
 
-    timeout_s: float | None = None
-    retries: int = 0
-    max_concurrent: int | None = None
+    fixed: ClassVar[frozenset[str]] = frozenset({"results", "semaphores"})
+    timeout_s: Positive | None = None
+    retries: CountOrZero = 0
+    max_concurrent: Count | None = None
     cache: bool = False
     results: dict[str, str] = field(default_factory=dict)
     """Successful results by arguments, while `cache` is on."""
@@ -75,14 +76,7 @@ class ToolOptions:
 
     def check(self, tool: str, function: Any) -> None:
         """Raises ConfigError for an option that can't work."""
-        s = self.timeout_s
-        if s is not None and (isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < math.inf):
-            raise ConfigError(f"tool '{tool}': timeout_s must be a positive number of seconds, got {s!r}")
-        for name, value, least in (("retries", self.retries, 0), ("max_concurrent", self.max_concurrent, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"tool '{tool}': {name} must be a whole number of at least {least}, got {value!r}")
-        if not isinstance(self.cache, bool):
-            raise ConfigError(f"tool '{tool}': cache must be True or False, got {self.cache!r}")
+        check_options(self, f"tool '{tool}'")
         if self.cache and not inspect.isfunction(function):
             raise ConfigError(
                 f"tool '{tool}': cache is for plain functions; this one may hold state that its key misses"
@@ -118,6 +112,11 @@ def tool(
         return f
 
     return mark
+
+
+def is_marked(f: Any) -> bool:
+    """Whether `tool` gave it options."""
+    return isinstance(getattr(f, _OPTIONS, None), ToolOptions)
 
 
 @dataclass(frozen=True, kw_only=True)

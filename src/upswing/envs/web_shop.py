@@ -6,16 +6,16 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
+from pydantic import Field
 
-from upswing.envs.base import Expert, check_fraction
-from upswing.envs.generated import GeneratedEnv
+from upswing.envs.base import Expert
+from upswing.envs.generated import GeneratedEnv, book
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, Task
 
-_BOOK: dict[str, Any] = yaml.safe_load(files("upswing.envs").joinpath("web_shop.yaml").read_text(encoding="utf-8"))
+_BOOK = book("web_shop")
 PER_PAGE, CATALOGUE_SEED = 5, 0
 
 
@@ -28,25 +28,12 @@ class WebShop(GeneratedEnv):
     """
 
     name = "web_shop"
+    products: Annotated[int, Field(ge=20, le=5000)] = 300
 
-    def __init__(
-        self, *, products: int = 300, expert_noise: float = 0.0, protocol: str = "hermes", max_turns: int | None = None
-    ) -> None:
-        """`max_turns`: by default enough to look at every product of the commonest sort."""
-        self.products = self.check_count("products", products, 20, 5000)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-
-        async def search(words: str) -> str:
-            """Search the shop."""
-            return self._search(words)
-
-        async def click(button: str) -> str:
-            """Press a button of the page, by the text in its brackets."""
-            return self._click(button.strip().strip("[]"))
-
+    def enough_turns(self) -> int:
+        """To look at every product of the commonest sort."""
         most = max(Counter((item["material"], item["kind"]) for item in catalogue(self.products).values()).values())
-        turns = 2 * most + most // PER_PAGE + 8 if max_turns is None else max_turns
-        super().__init__(tools=[search, click], protocol=protocol, max_turns=turns)
+        return 2 * most + most // PER_PAGE + 8
 
     def draw(self, rng: random.Random) -> Task:
         shop = catalogue(self.products)
@@ -57,15 +44,14 @@ class WebShop(GeneratedEnv):
         asked = ", ".join(f"{kind} {value}" for kind, value in options.items())
         text = f"Buy a {item['material']} {item['kind']} ({asked}) for at most ${limit}."
         wanted = {"kind": item["kind"], "material": item["material"], "options": options, "limit": limit}
-        states = ({"right": False}, {"right": True})
         return self.make_task(
             f"{self.products} {text}",
             text,
             split_by=f"{item['material']} {item['kind']}",
             products=self.products,
             wanted=wanted,
-            start_state=states[0],
-            final_state=states[1],
+            start_state={"right": False},
+            final_state={"right": True},
         )
 
     def start(self, task: Task) -> None:
@@ -85,7 +71,9 @@ class WebShop(GeneratedEnv):
         same = all(bought[key] == self._wanted[key] for key in ("kind", "material", "options"))
         return same and bought["price"] <= self._wanted["limit"]
 
-    def _search(self, words: str) -> str:
+    @tool()
+    async def search(self, words: str) -> str:
+        """Search the shop."""
         asked = set(words.lower().replace(",", " ").split())
         scored = [(-len(asked & set(item["title"].lower().split())), code) for code, item in self._shop.items()]
         self._found = [code for score, code in sorted(scored) if score]
@@ -99,13 +87,8 @@ class WebShop(GeneratedEnv):
         shown = self._found[first : first + PER_PAGE]
         lines = [f"[{code}] {self._shop[code]['title']}, ${self._shop[code]['price']}" for code in shown]
         more = ["[next]"] if first + PER_PAGE < len(self._found) else []
-        return "\n".join(
-            [
-                f"{len(self._found)} results, page {self._page + 1}",
-                *lines,
-                " ".join(["[previous]"] * (self._page > 0) + more),
-            ]
-        ).rstrip()
+        links = " ".join(["[previous]"] * (self._page > 0) + more)
+        return "\n".join([f"{len(self._found)} results, page {self._page + 1}", *lines, links]).rstrip()
 
     def _item_page(self) -> str:
         item = self._shop[self._item]
@@ -115,7 +98,10 @@ class WebShop(GeneratedEnv):
             lines.append(f"{kind}: " + " ".join(shown))
         return "\n".join([*lines, "[buy] [back]"])
 
-    def _click(self, button: str) -> str:
+    @tool()
+    async def click(self, button: str) -> str:
+        """Press a button of the page, by the text in its brackets."""
+        button = button.strip().strip("[]")
         if self._item:
             return self._click_item(button)
         if button in self._found[self._page * PER_PAGE : (self._page + 1) * PER_PAGE]:
@@ -139,11 +125,8 @@ class WebShop(GeneratedEnv):
             open_ = [kind for kind in item["options"] if kind not in self._chosen]
             if open_:
                 raise ValueError(f"choose a {open_[0]} first")
-            self._bought = {
-                "code": self._item,
-                **{k: item[k] for k in ("kind", "material", "price")},
-                "options": dict(self._chosen),
-            }
+            bought = {key: item[key] for key in ("kind", "material", "price")}
+            self._bought = {"code": self._item, **bought, "options": dict(self._chosen)}
             return "Thank you for your order."
         for kind, values in item["options"].items():
             if button in values:

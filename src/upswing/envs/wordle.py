@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-from upswing.envs.base import Expert, check_fraction
+from pydantic import Field
+
+from upswing.envs.base import Expert
 from upswing.envs.generated import GeneratedEnv
+from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, Task
 
 LETTERS = 5
@@ -20,34 +23,24 @@ class Wordle(GeneratedEnv):
     """`guess(word)` is answered by a letter for each of the word's: G right place, Y elsewhere, `-` not (or no more) in
     the word. The final state's `solved` says whether it was found.
 
-    Options: `guesses`; `expert_noise`, the chance that the expert guesses without heeding what it knows.
+    Options: `guesses`; `expert_noise`, the chance of each guess that the expert doesn't heed what it knows.
     """
 
     name = "wordle"
     only_acts = True
+    protocol = "tags"
+    guesses: Annotated[int, Field(ge=1, le=20)] = 6
+    _made, _solved = 0, False
 
-    def __init__(
-        self, *, guesses: int = 6, expert_noise: float = 0.0, protocol: str = "tags", max_turns: int | None = None
-    ) -> None:
-        """`max_turns`: by default three more than `guesses`."""
-        self.guesses = self.check_count("guesses", guesses, 1, 20)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
-        self._secret, self._made = "", 0
-
-        async def guess(word: str) -> str:
-            """Guess a five-letter word."""
-            return self._guess(word.strip().lower())
-
-        turns = self.guesses + 3 if max_turns is None else max_turns
-        super().__init__(tools=[guess], protocol=protocol, max_turns=turns)
+    def enough_turns(self) -> int:
+        return self.guesses + 3
 
     def draw(self, rng: random.Random) -> Task:
         word = rng.choice(words())
         text = (
             f"Find the secret five-letter word in {self.guesses} guesses. G: right place, Y: elsewhere, -: not in it."
         )
-        states = ({"solved": False}, {"solved": True})
-        return self.make_task(word, text, word=word, start_state=states[0], final_state=states[1])
+        return self.make_task(word, text, word=word, start_state={"solved": False}, final_state={"solved": True})
 
     def start(self, task: Task) -> None:
         self._secret, self._made, self._solved = task.data["word"], 0, False
@@ -58,7 +51,10 @@ class Wordle(GeneratedEnv):
     def is_done(self) -> bool:
         return self._solved or self._made >= self.guesses
 
-    def _guess(self, word: str) -> str:
+    @tool()
+    async def guess(self, word: str) -> str:
+        """Guess a five-letter word."""
+        word = word.strip().lower()
         if len(word) != LETTERS or not (word.isascii() and word.isalpha()):
             raise ValueError(f"{word[:20]!r} is not a word of {LETTERS} letters")
         if word not in words():

@@ -13,13 +13,14 @@ from typing import Any
 
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Score, ToolRecord
-from upswing.verify.text import check_number, check_texts, same_value, unscored
+from upswing.verify.options import Number, Options
+from upswing.verify.text import same_value, unscored
 
 _MISSING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolCalls:
+class ToolCalls(Options):
     """The calls made against `data['calls']`, a list of {name, arguments, defaults}, in any order.
 
     With `partial`, ToolRL's correctness reward (arXiv 2504.13958), from `low` to `high`: the overlap of names, and for
@@ -30,14 +31,13 @@ class ToolCalls:
     """
 
     partial: bool = True
-    low: float = -3.0
-    high: float = 3.0
+    low: Number = -3.0
+    high: Number = 3.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.partial, bool):
-            raise ConfigError(f"partial: got {self.partial!r}; allowed: true, false")
-        check_number("low", self.low, -math.inf)
-        check_number("high", self.high, self.low)
+        super().__post_init__()
+        if self.high < self.low:
+            raise ConfigError(f"high: got {self.high}; allowed: at least low ({self.low})")
 
     def __call__(self, data: Mapping[str, Any], tool_records: Sequence[ToolRecord]) -> float | Score:
         wanted = data.get("calls")
@@ -114,7 +114,7 @@ def _overlap(a: Sequence[str], b: Sequence[str]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class State(Options):
     """1 when the environment's final state is `data['final_state']`: every key named there must be equal as a whole;
     the environment's other keys don't count. With `partial`, the share of its keys that are. `ignore`: dotted paths
     left out, such as `orders.*.updated_at`; `*` stands for anything.
@@ -124,9 +124,6 @@ class State:
 
     ignore: Sequence[str] = ()
     partial: bool = False
-
-    def __post_init__(self) -> None:
-        check_texts("ignore", self.ignore)
 
     def __call__(self, state: Mapping[str, Any], data: Mapping[str, Any]) -> Score:
         gold = data.get("final_state")
@@ -155,7 +152,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalHit:
+class RetrievalHit(Options):
     """The share of `data['evidence']` (texts or ids) that stands, as whole words, in a result of the agent's tools.
 
     Case and spaces don't count. A result says nothing when its call failed, or when this call or an earlier one held
@@ -163,9 +160,6 @@ class RetrievalHit:
     """
 
     tools: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        check_texts("tools", self.tools)
 
     def __call__(self, data: Mapping[str, Any], tool_records: Sequence[ToolRecord]) -> float | Score:
         given = data.get("evidence")

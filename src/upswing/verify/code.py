@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-from upswing.errors import ConfigError
+from pydantic import Field
+
 from upswing.trajectory.types import Score
 from upswing.verify.code_driver import READY
 from upswing.verify.code_tests import IMPORTS, plan
-from upswing.verify.deadline import in_turn
+from upswing.verify.options import Amount, Options
 from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable, default_sandbox
-from upswing.verify.text import check_number, read_answer, unscored
-from upswing.verify.worker import MAX_WORKERS, Overrun, Workers
+from upswing.verify.text import Timeout, read_answer, unscored
+from upswing.verify.worker import Overrun, Workers
 
 _FENCE = re.compile(r"^ {0,3}```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _DRIVER = files("upswing.verify").joinpath("code_driver.py").read_text(encoding="utf-8")
@@ -32,11 +31,10 @@ _ROOM, _MOST_ROOM = 4 << 20, 32 << 20
 _MOST_BYTES = 64 << 20
 """What all tests of a program may bring out."""
 _compare = Workers("upswing.verify.code_tests:compare")
-_comparing = ThreadPoolExecutor(MAX_WORKERS, "upswing-compare")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code:
+class Code(Options):
     """1 when the answer's program passes every test of the task; with `partial`, the share of tests passed.
 
     The program is the last block fenced as Python (or not as anything), or the whole answer where nothing is fenced.
@@ -48,21 +46,15 @@ class Code:
     """
 
     partial: bool = False
-    tolerance: float = 0.0
-    timeout_s: float = 6.0
-    total_timeout_s: float = 30.0
-    memory_mb: int = 512
+    tolerance: Amount = 0.0
+    timeout_s: Timeout = 6.0
+    total_timeout_s: Timeout = 30.0
+    memory_mb: Annotated[int, Field(ge=32)] = 512
     unsafe_local: bool = False
     _sandbox: Sandbox = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("partial", "unsafe_local"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: true, false")
-        check_number("tolerance", self.tolerance)
-        check_number("timeout_s", self.timeout_s, 0.01)
-        check_number("total_timeout_s", self.total_timeout_s, 0.01)
-        check_number("memory_mb", self.memory_mb, 32, int)
+        super().__post_init__()
         object.__setattr__(self, "_sandbox", default_sandbox(self.unsafe_local))
 
     async def __call__(self, answer: str | None, data: Mapping[str, Any]) -> Score:
@@ -88,7 +80,7 @@ class Code:
             return unscored(str(error))
         try:
             told = {"cases": cases, "text": text.partition("\n")[2], "tolerance": self.tolerance}
-            faults = await in_turn(_comparing, partial(_compare.call, _COMPARE_S, **told))
+            faults = await _compare.call(_COMPARE_S, **told)
         except Overrun as error:
             faults = [f"what it gave takes too much to compare ({error})"] * len(cases)
         passed = sum(not fault for fault in faults) / len(faults)

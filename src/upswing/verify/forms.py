@@ -8,11 +8,11 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Score
+from upswing.verify.strict_json import DECIMALS
 from upswing.verify.text import Reader, TimedReader, accepted, unscored
 from upswing.verify.worker import Workers
 
@@ -68,12 +68,12 @@ class Regex(TimedReader):
         except (re.error, TypeError) as error:
             raise ConfigError(f"pattern: got {self.pattern!r}, no regular expression ({error})") from None
 
-    def __call__(self, answer: str | None, data: Mapping[str, Any]) -> float | Score:
+    async def __call__(self, answer: str | None, data: Mapping[str, Any]) -> float | Score:
         pattern = data.get("pattern") if self.pattern is None else self.pattern
         if not isinstance(pattern, str):
             return unscored("there is no pattern: neither the argument nor the task's data['pattern']")
         said = self.read(answer)
-        return _matches.judge(self.timeout_s, pattern=pattern, text=said) if said else 0.0
+        return await _matches.judge(self.timeout_s, pattern=pattern, text=said) if said else 0.0
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -99,20 +99,19 @@ class JsonSchema(TimedReader):
                 text = str(getattr(error, "message", error))
                 raise ConfigError(f"schema: no JSON schema ({' '.join(text.split())[:200]})") from None
 
-    def __call__(self, answer: str | None, data: Mapping[str, Any]) -> float | Score:
+    async def __call__(self, answer: str | None, data: Mapping[str, Any]) -> float | Score:
         schema = data.get("schema") if self.schema is None else self.schema
         if schema is None:
             return unscored("there is no schema: neither the argument nor the task's data['schema']")
-        verdict: float | Score = _fits.judge(self.timeout_s, schema=schema, text=self.read(answer))
-        return verdict
+        return await _fits.judge(self.timeout_s, schema=schema, text=self.read(answer))  # type: ignore[no-any-return]
 
 
 def fits_schema(schema: Any, text: str) -> bool:
     """Runs in the worker."""
     # Decimals: 0.3 is a multiple of 0.1.
-    validator = _validator(json.loads(json.dumps(schema), parse_float=_decimal))
+    validator = _validator(DECIMALS.decode(json.dumps(schema)))
     try:
-        document = json.loads(text, parse_constant=_refuse, parse_float=_decimal, object_pairs_hook=_no_doubles)
+        document = DECIMALS.decode(text)
         json.dumps(json.loads(text), ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         return False
@@ -127,17 +126,3 @@ def _validator(schema: Any) -> Any:
     kind = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
     return kind(schema, registry=Registry())
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _decimal(text: str) -> Any:
-    value = Decimal(text) if abs(float(text)) != float("inf") else _refuse(text)
-    return int(value) if value == value.to_integral_value() else value
-
-
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else _refuse("a doubled key")

@@ -8,16 +8,16 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
+from upswing.plugins import load_object
 from upswing.trajectory.types import Score
 from upswing.verify import actions, code, forms, http, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, in_turn
-from upswing.verify.text import TimedReader
-from upswing.verify.worker import MAX_WORKERS
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.options import Options, no_argument
+from upswing.verify.text import one_line
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
 WHOLE = "episode"
@@ -52,9 +52,6 @@ ELSEWHERE: Mapping[str, str] = {
     "trl": "upswing.envs.adapters.trl:Reward",
 }
 """Built-in ones of layers above this one, by import path."""
-ASKING = (code.Code, judge.Asker, http.Http)
-"""Built-in ones that wait for a server or a sandbox, and keep their time themselves."""
-_WAITERS = ThreadPoolExecutor(MAX_WORKERS, "upswing-waiter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,21 +65,17 @@ class Verifier:
     options: Mapping[str, Any]
     timeout_s: float
     inline: bool = False
-    """Called where it is, without a thread and a deadline."""
+    """Called where it is, without a thread and a deadline: it is quick, or keeps its time itself."""
 
     async def __call__(self, episode: Episode) -> Score:
         """The score; value None with the reason when it raised, took too long or gave no finite number."""
         kwargs: dict[str, Any] = {name: episode if name == WHOLE else getattr(episode, name) for name in self.fields}
         kwargs.update(self.options)
         try:
-            if isinstance(self.function, ASKING):
-                return to_score(await self.function(**kwargs))
-            if self.inline:
-                return to_score(self.function(**kwargs))
-            if isinstance(self.function, TimedReader):  # its worker keeps its time; waiting for one isn't on the clock
-                call = functools.partial(self.function, **kwargs)
-                return to_score(await in_turn(_WAITERS, call))
-            return to_score(await call_with_deadline(self.function, kwargs, self.timeout_s))
+            if not self.inline:
+                return to_score(await call_with_deadline(self.function, kwargs, self.timeout_s))
+            found = self.function(**kwargs)
+            return to_score(await found if inspect.isawaitable(found) else found)
         except DeadlineExceeded as error:
             return Score(value=None, reason=f"took longer than {self.timeout_s:g} s ({error})")
         except KeyboardInterrupt:
@@ -135,9 +128,10 @@ def verifier_from(
         return given
     label = name or _label(given)
     function = _load(given) if isinstance(given, str) else given
-    inline = function in BUILTIN.values() and not (inspect.isclass(function) and issubclass(function, TimedReader))
+    inline = function in BUILTIN.values()
     if inspect.isclass(function):
         function, args = _instance(function, args, f"verifier '{label}'"), {}
+    inline = inline or isinstance(function, Options)
     if not callable(function):
         raise ConfigError(f"verifier '{label}' must be a function, got {type(function).__name__}")
     fields = _fields_of(function, args, label)
@@ -154,8 +148,6 @@ def _label(given: Any) -> str:
 def _load(spec: str) -> Any:
     if spec in BUILTIN:
         return BUILTIN[spec]
-    from upswing.plugins import load_object
-
     paths = {key: f"{function.__module__}:{function.__name__}" for key, function in BUILTIN.items()}
     return load_object(spec, "verifier", {**paths, **ELSEWHERE})
 
@@ -167,8 +159,7 @@ def check_arguments(cls: Callable[..., Any], args: Mapping[str, Any], what: str)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for key in args:
             if key not in named:
-                allowed = ", ".join(named) or "none"
-                raise ConfigError(f"{what} has no argument '{key}'; allowed: {allowed}{did_you_mean(key, named)}")
+                raise ConfigError(no_argument(what, key, named))
     for parameter in parameters:
         if parameter.name in named and parameter.default is parameter.empty and parameter.name not in args:
             raise ConfigError(f"{what} needs the argument '{parameter.name}'; put it under args")
@@ -181,7 +172,7 @@ def _instance(cls: type, args: Mapping[str, Any], what: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     except Exception as error:
-        raise ConfigError(f"{what} can't be made: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{what} can't be made: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _fields_of(function: Callable[..., Any], args: Mapping[str, Any], label: str) -> tuple[str, ...]:
@@ -191,28 +182,19 @@ def _fields_of(function: Callable[..., Any], args: Mapping[str, Any], label: str
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(f"verifier '{label}': its parameters can't be read; wrap it in a Python function") from None
-    fields, named, takes_any = [], [], False
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_any = True
-            continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"verifier '{label}': parameter '{parameter}' must be a plain named one")
-        named.append(parameter.name)
-        if parameter.name in allowed:
-            fields.append(parameter.name)
-        elif parameter.name not in args and parameter.default is parameter.empty:
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    for p in named:
+        if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
+            raise ConfigError(f"verifier '{label}': parameter '{p}' must be a plain named one")
+        if p.name not in (*allowed, *args) and p.default is p.empty:
             raise ConfigError(
-                f"verifier '{label}' asks for '{parameter.name}', which an Episode doesn't have"
-                f"{did_you_mean(parameter.name, allowed)} (fields: {', '.join(allowed)}; or set it under args)"
+                f"verifier '{label}' asks for '{p.name}', which an Episode doesn't have"
+                f"{did_you_mean(p.name, allowed)} (fields: {', '.join(allowed)}; or set it under args)"
             )
-    options = [key for key in named if key not in fields]
+    options = [p.name for p in named if p.name not in allowed]
     for key in args:
         if key in allowed:
             raise ConfigError(f"verifier '{label}': argument '{key}' is filled from the Episode and can't be set")
-        if key not in named and not takes_any:
-            known = ", ".join(options) or "none"
-            raise ConfigError(
-                f"verifier '{label}' has no argument '{key}'; allowed: {known}{did_you_mean(key, options)}"
-            )
-    return tuple(fields)
+        if key not in options and len(named) == len(parameters):
+            raise ConfigError(no_argument(f"verifier '{label}'", key, options))
+    return tuple(p.name for p in named if p.name in allowed)

@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import os
 import re
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from upswing.errors import ConfigError
 from upswing.trajectory.store import plain
 from upswing.trajectory.types import Score
 from upswing.verify.base import Episode
-from upswing.verify.deadline import call_with_deadline
+from upswing.verify.options import Options
+
+if TYPE_CHECKING:
+    import httpx2
 
 MAX_ANSWER = 1 << 20
 """Bytes read of an answer."""
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: followed, it would be a GET without the episode, with the headers, to anywhere."""
+@functools.cache
+def _tls() -> Any:
+    """Made once: reading the certificates takes longer than a request."""
+    import httpx2
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_Stay)
+    return httpx2.create_ssl_context()
 
 
-class Http:
+def http_client(**options: Any) -> httpx2.AsyncClient:
+    """Of the running event loop, without a time limit of its own; redirects are not followed."""
+    import httpx2
+
+    return httpx2.AsyncClient(timeout=None, verify=_tls(), **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Http(Options):
     """POSTs every field of the Episode; the answer is `{"score": number or null, "components": {…}, "reason": "…"}`,
     the last two optional. Any failure (status, time, what isn't such an answer) is not scored, never 0."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 25.0) -> None:
-        """`headers`: such as `Authorization: Bearer ${TOKEN}`. Raises ConfigError for what is no http(s) URL."""
-        if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigError(f"url is {url!r}; allowed: http://… or https://…")
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 25:
-            raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: above 0, up to 25 seconds")
-        self.url, self.timeout_s = url, timeout_s
-        self.headers = {"Content-Type": "application/json", **from_environment(headers or {}, "headers")}
+    url: Annotated[str, Field(pattern="^https?://")]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Such as `Authorization: Bearer ${TOKEN}`."""
+    timeout_s: Annotated[float, Field(gt=0, le=25)] = 25.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from_environment(self.headers, "headers")
 
     async def __call__(self, episode: Episode) -> Score:
-        found: Score = await call_with_deadline(self._post, {"episode": episode}, self.timeout_s + 1)
-        return found
-
-    def _post(self, episode: Episode) -> Score:
-        data = json.dumps(plain(episode, "episode")).encode()
-        request = urllib.request.Request(self.url, data=data, headers=self.headers, method="POST")
-        with _OPENER.open(request, timeout=self.timeout_s) as reply:
-            answer = json.loads(reply.read(MAX_ANSWER))
+        headers = {"Content-Type": "application/json", **from_environment(self.headers, "headers")}
+        data, found = json.dumps(plain(episode, "episode")), b""
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                http_client(headers=headers) as client,
+                client.stream("POST", self.url, content=data) as reply,
+            ):
+                reply.raise_for_status()
+                async for part in reply.aiter_bytes():
+                    found += part[: MAX_ANSWER - len(found)]
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {self.timeout_s:g} s") from None
+        answer = json.loads(found)
         if not isinstance(answer, dict) or "score" not in answer:
             raise ValueError(f'{self.url} answered {json.dumps(answer):.100}, not {{"score": …}}')
         parts = answer.get("components") or {}
@@ -63,15 +81,13 @@ class Http:
 
 def from_environment(values: Mapping[str, str], where: str) -> dict[str, str]:
     """`values` with every `${NAME}` replaced by the environment variable, so that no recipe or run folder holds a
-    secret. Raises ConfigError for one that isn't set, and for what is no text."""
+    secret. Raises ConfigError for one that isn't set."""
 
     def read(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             raise ConfigError(f"{where}: the environment variable {match[1]} is not set")
         return os.environ[match[1]]
 
-    if not isinstance(values, Mapping) or not all(isinstance(value, str) for value in values.values()):
-        raise ConfigError(f"{where} must be names with texts, such as {{Authorization: Bearer ${{TOKEN}}}}")
     return {key: re.sub(r"\$\{(\w+)\}", read, value) for key, value in values.items()}
 
 

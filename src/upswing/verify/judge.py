@@ -18,22 +18,27 @@ import statistics
 import tempfile
 import time
 import unicodedata
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Score, Task
 from upswing.verify.base import Episode
 from upswing.verify.deadline import off_the_clock
-from upswing.verify.text import accepted, check_number, check_one_of, read_answer, unscored
+from upswing.verify.http import http_client
+from upswing.verify.options import Amount, Count, CountOrZero, Number, Options, problem
+from upswing.verify.strict_json import FLOATS
+from upswing.verify.text import Timeout, accepted, read_answer, unscored
 
 if TYPE_CHECKING:
     import httpx2
@@ -71,16 +76,20 @@ class _Rejected(Unjudged):
     """The server doesn't take this request."""
 
 
-class Criterion(NamedTuple):
+class Criterion(BaseModel):
     """What is judged, and its share of the score."""
 
+    model_config = ConfigDict(extra="forbid", strict=True, str_strip_whitespace=True)
     name: str
-    text: str
-    weight: float
+    text: Annotated[str, Field(min_length=1)]
+    weight: Amount = 1.0
+
+
+_CRITERIA = TypeAdapter(list[Criterion])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asker:
+class Asker(Options):
     """What all judges share: whom they ask, by which criteria, and what they show of an episode. Raises ConfigError."""
 
     url: str
@@ -90,17 +99,17 @@ class Asker:
     """A text, or a list of `{name, text, weight}`."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key. The key itself is kept nowhere."""
-    shows: str = "answer"
+    shows: Literal["answer", "transcript"] = "answer"
     """`answer`, or `transcript`: every turn from the agent's first on. Reasoning (`<think>`) is never shown."""
-    max_chars: int = 20_000
+    max_chars: Annotated[int, Field(ge=100)] = 20_000
     """Of the answer or transcript; the middle of what is longer is cut out."""
-    temperature: float = 0.0
-    max_tokens: int = 1024
-    timeout_s: float = 20.0
+    temperature: Amount = 0.0
+    max_tokens: Count = 1024
+    timeout_s: Timeout = 20.0
     """Of one request."""
-    retries: int = 3
+    retries: CountOrZero = 3
     """Of a request that wasn't answered, or with status 408, 409, 429 or 5xx."""
-    concurrency: int = 8
+    concurrency: Count = 8
     """Requests at once."""
     cache: str | None = None
     """A folder that keeps verdicts; several processes may share it."""
@@ -111,47 +120,31 @@ class Asker:
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_one_of("shows", self.shows, ("answer", "transcript"))
-        for name, low, kind in (
-            ("temperature", 0, float),
-            ("timeout_s", 0.01, float),
-            ("max_chars", 100, int),
-            ("max_tokens", 1, int),
-            ("retries", 0, int),
-            ("concurrency", 1, int),
-        ):
-            check_number(name, getattr(self, name), low, kind)
-        parts = urlsplit(self.url) if isinstance(self.url, str) else urlsplit("")
+        super().__post_init__()
+        parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
             raise ConfigError("url: expected one as https://host/v1, with no key or password in it")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):  # never shown: it may be the key
             raise ConfigError("api_key_env: no environment variable of that name is set; it takes a name, not the key")
         if self.cache is not None and Path(self.cache).exists() and not Path(self.cache).is_dir():
             raise ConfigError(f"cache: '{self.cache}' isn't a folder")
-        if not isinstance(self.extra, Mapping):
-            raise ConfigError(f"extra: got {self.extra!r}; allowed: keys of the request's body")
         assert self.parsed
 
     @cached_property
     def parsed(self) -> tuple[Criterion, ...]:
         """The criteria. Raises ConfigError."""
         given = [{"name": "score", "text": self.criteria}] if isinstance(self.criteria, str) else self.criteria
-        if not isinstance(given, Sequence) or not given:
-            raise ConfigError("criteria: expected a text, or a list of {name, text, weight}")
-        found: list[Criterion] = []
-        for one in given:
-            if not isinstance(one, Mapping) or not {"name", "text"} <= one.keys() <= {"name", "text", "weight"}:
-                raise ConfigError(f"criteria: got {one!r}; allowed: name, text and weight")
-            name, text, weight = str(one["name"]), str(one["text"]).strip(), one.get("weight", 1)
-            check_number(f"criteria: weight of '{name}'", weight)
-            if not re.fullmatch(r"[A-Za-z]\w*", name) or name in ("reason", "nonce", *(c.name for c in found)):
+        try:
+            found = tuple(_CRITERIA.validate_python([*given]))
+        except ValidationError as error:
+            raise ConfigError(problem(error, "criteria", Criterion.model_fields)) from None
+        names = ["reason", "nonce", *(one.name for one in found)]
+        for name in names[2:]:
+            if not re.fullmatch(r"[A-Za-z]\w*", name) or names.count(name) > 1:
                 raise ConfigError(f"criteria: '{name}' can't be a name; each needs a word of its own")
-            if not text:
-                raise ConfigError(f"criteria: '{name}' says nothing")
-            found.append(Criterion(name, text, float(weight)))
         if not sum(one.weight for one in found):
             raise ConfigError("criteria: no weight is above 0")
-        return tuple(found)
+        return found
 
     def said(self, episode: Episode) -> str | None:
         """What is shown of an episode, made harmless; None when the agent gave no answer (or no turn)."""
@@ -256,7 +249,7 @@ class Asker:
         loop = asyncio.get_running_loop()
         if self._line.get("loop") is not loop:
             limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-            client = httpx2.AsyncClient(timeout=None, limits=limits)
+            client = http_client(limits=limits)
             self._line.update(loop=loop, client=client, gate=asyncio.Semaphore(self.concurrency))
         return self._line["client"], self._line["gate"]
 
@@ -269,22 +262,16 @@ class Judge(Asker):
     their scores. A score needs more than half of the samples.
     """
 
-    scale: Sequence[float] = (0, 10)
+    scale: Annotated[Sequence[Number], Field(min_length=2, max_length=2)] = (0, 10)
     """Worst and best rating."""
     show_gold: bool = False
     """Whether the judge sees the accepted answers."""
-    samples: int = 1
-    aggregate: str = "median"
-    """Of the samples' ratings: `median` or `mean`."""
+    samples: Count = 1
+    aggregate: Literal["median", "mean"] = "median"
+    """Of the samples' ratings."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_of("aggregate", self.aggregate, ("median", "mean"))
-        check_number("samples", self.samples, 1, int)
-        if isinstance(self.scale, str) or not isinstance(self.scale, Sequence) or len(self.scale) != 2:
-            raise ConfigError(f"scale: got {self.scale!r}; allowed: [worst, best]")
-        for value in self.scale:
-            check_number("scale", value, -1e9)
         if self.scale[0] >= self.scale[1]:
             raise ConfigError(f"scale: got {list(self.scale)}; allowed: [worst, best], the worst below the best")
         if self.samples > 1 and self.temperature == 0:
@@ -394,16 +381,6 @@ def _content(reply: Any) -> str:
     return content
 
 
-def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found = list(pairs)
-    if len(dict(found)) < len(found):
-        raise ValueError("a key stands twice")
-    return dict(found)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_once)
-
-
 def read_verdict(text: str, nonce: str, schema: Schema) -> dict[str, Any]:
     """The last JSON object after the judge's reasoning. Raises ValueError unless it holds exactly `reason`, the right
     `nonce` and what `schema` says."""
@@ -414,7 +391,7 @@ def read_verdict(text: str, nonce: str, schema: Schema) -> dict[str, Any]:
     at, left = 0, _MOST_BRACES
     while left and (at := text.find("{", at)) >= 0:
         try:
-            found, at = _DECODER.raw_decode(text, at)
+            found, at = FLOATS.raw_decode(text, at)
         except (ValueError, RecursionError):
             found, at, left = None, at + 1, left - 1
     if found is None:

@@ -46,10 +46,10 @@ class Math(TimedReader):
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("it needs math-verify; install it with: pip install 'upswing[math]'")
 
-    def __call__(self, answer: str | None, gold: Sequence[str]) -> float | Score:
+    async def __call__(self, answer: str | None, gold: Sequence[str]) -> float | Score:
         golds = accepted(gold)
         # Asked even without an answer: a gold that can't be read must not look like a wrong answer.
-        value = _workers.judge(self.timeout_s, "".join(golds[:1]), gold=golds, text=self.read(answer))
+        value = await _workers.judge(self.timeout_s, "".join(golds[:1]), gold=golds, text=self.read(answer))
         return unscored(f"no accepted answer is mathematics: {golds!r:.200}") if value is None else value
 
 

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Score
-from upswing.verify.text import Reader, accepted, check_number, check_one_of, read_answer, unscored
+from upswing.verify.options import Amount
+from upswing.verify.text import Reader, accepted, read_answer, unscored
 
 UNITS: Mapping[str, str] = {
     "%": "0.01",
@@ -98,19 +99,16 @@ class Numeric(Reader):
     """1 when the answer is an accepted number, within the larger of `tolerance` (in the accepted answer's unit) and
     `relative` times it."""
 
-    tolerance: float = 0.0
-    relative: float = 0.0
-    units: Mapping[str, str] = field(default_factory=dict)
+    tolerance: Amount = 0.0
+    relative: Amount = 0.0
+    units: Mapping[str, Any] = field(default_factory=dict)
     """More units, such as `{mile: 1609.344 m}`."""
-    decimal: str = "."
+    decimal: Literal[".", ","] = "."
     many: bool = False
     """A list of numbers in their order, separated by spaces, commas or semicolons; brackets and quotes are ignored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("tolerance", self.tolerance)
-        check_number("relative", self.relative)
-        check_one_of("decimal", self.decimal, (".", ","))
         for name, size in self.units.items():
             if not re.fullmatch(r"[0-9.]*[1-9][0-9.]*(?: \S+)?", str(size)) or str(size).count(".") > 1:
                 raise ConfigError(f"units.{name}: got {size!r}; allowed: a number and a base unit, such as '1000 m'")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from upswing.trajectory.types import Score, Task
 from upswing.verify.base import Episode
 from upswing.verify.judge import NONCE, Asker, Unjudged, fence, neutral, suspicion
-from upswing.verify.text import accepted, check_number, check_one_of, unscored
+from upswing.verify.text import accepted, unscored
 
 Float64G = npt.NDArray[np.float64]
 _PRIOR = 1.0
@@ -23,12 +25,8 @@ _PRIOR = 1.0
 class Comparer(Asker):
     """A judge that says which of two answers is better, asked in both orders."""
 
-    inconsistent: str = "half"
+    inconsistent: Literal["half", "unscored"] = "half"
     """When it prefers another one in the other order: `half` (they count as equally good) or `unscored`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_one_of("inconsistent", self.inconsistent, ("half", "unscored"))
 
     async def compare(self, task: Task, first: str, second: str) -> tuple[float, float]:
         """(how `first` does: 1 better, 0.5 as good, 0 worse, as a mean of both orders; how far the orders are apart).
@@ -81,12 +79,8 @@ class Pairwise(Comparer):
     `comparisons` (how many were judged), `disagreement` (of the orders, their mean) and `injection_suspected`.
     """
 
-    comparisons_per_trajectory: int = 4
+    comparisons_per_trajectory: Annotated[int, Field(ge=2)] = 4  # one round connects nobody
     """At most; each is two requests. From the group's size less 1 on, all are compared with all."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("comparisons_per_trajectory", self.comparisons_per_trajectory, 2, int)  # one round connects nobody
 
     async def __call__(self, episode: Episode) -> Score:
         """What it says of a trajectory without its group."""

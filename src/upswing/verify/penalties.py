@@ -8,7 +8,7 @@ from typing import Any
 
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Task, ToolRecord
-from upswing.verify.text import check_number
+from upswing.verify.options import Count, CountOrZero, Options
 
 
 def written(messages: Sequence[Message], task: Task, num_turns: int) -> list[str]:
@@ -20,15 +20,14 @@ def written(messages: Sequence[Message], task: Task, num_turns: int) -> list[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Over:
+class _Over(Options):
     """0 up to `free`, falling in a straight line to -1 at `limit` and beyond."""
 
-    free: int
+    free: CountOrZero
     limit: int
 
     def __post_init__(self) -> None:
-        check_number("free", self.free, kind=int)
-        check_number("limit", self.limit, kind=int)
+        super().__post_init__()
         if self.limit <= self.free:
             raise ConfigError(f"limit: got {self.limit}; allowed: above free ({self.free})")
 
@@ -52,14 +51,11 @@ class CallPenalty(_Over):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepetitionPenalty:
+class RepetitionPenalty(Options):
     """Minus the share of n-grams of words that had been written before: 0 when none is repeated (Open-R1's n-gram
     repetition penalty, with a largest penalty of -1)."""
 
-    ngram: int = 4
-
-    def __post_init__(self) -> None:
-        check_number("ngram", self.ngram, 1, kind=int)
+    ngram: Count = 4
 
     def __call__(self, messages: Sequence[Message], task: Task, num_turns: int) -> float:
         grams: list[Any] = []

@@ -7,25 +7,15 @@ import copy
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Score
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.functions import Verifier, to_score, verifier_from
-
-
-class VerifierSpec(Protocol):
-    """What a recipe says of one verifier; also read where it has them: `gate`, `weight_from`, `weight_steps`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def args(self) -> Any: ...
-
 
 Ramp = tuple[float, int]
 """(weight at step 0, steps until it is the verifier's own weight)."""
@@ -170,8 +160,9 @@ async def _together(verifier: Verifier, episodes: Sequence[Episode], timeout_s: 
     return [Score(value=None, reason=reason)] * len(episodes)
 
 
-def rubric_from(specs: Sequence[VerifierSpec]) -> Rubric:
-    """The rubric of a recipe's verifiers, called by their names; import paths by what follows the colon."""
+def rubric_from(specs: Sequence[Any]) -> Rubric:
+    """The rubric of a recipe's verifiers (`name`, `args`, `weight`, and where they have them `gate`, `weight_from` and
+    `weight_steps`), called by their names; import paths by what follows the colon."""
     made = [(verifier_from(spec.name, spec.args), spec) for spec in specs]
     gates = [verifier.name for verifier, spec in made if getattr(spec, "gate", False)]
     return Rubric(
@@ -190,16 +181,11 @@ def variance_shares(
 ) -> dict[str, float]:
     """How much of the reward's variance each component makes: cov(weight x score, reward) / var(reward), which sum to
     1. Over the rows where all are scored; NaN when the reward doesn't vary."""
-    rows = [[row.get(name) for name in weights] for row in components_B]
-    known = [[float(value) for value in row if value is not None] for row in rows if None not in row]
-    parts = [[weight * row[i] for row in known] for i, weight in enumerate(weights.values())]
-    rewards = [sum(row) for row in zip(*parts, strict=True)]
-    mean = sum(rewards) / max(1, len(rewards))
+    rows = [row for one in components_B if None not in (row := [one.get(name) for name in weights])]
+    parts = np.array(rows, dtype=np.float64).reshape(len(rows), len(weights)) * list(weights.values())
+    rewards = parts.sum(1)
     # The mean of the rewards alone is enough: deviations of the other factor sum to the same.
-    covariances = [sum(part * (reward - mean) for part, reward in zip(one, rewards, strict=True)) for one in parts]
-    variance = sum((reward - mean) ** 2 for reward in rewards)
-    spread = variance > 1e-18 * max((reward**2 for reward in rewards), default=1.0)
-    return {
-        name: covariance / variance if spread else math.nan
-        for name, covariance in zip(weights, covariances, strict=True)
-    }
+    apart = rewards - rewards.sum() / max(1, len(rewards))
+    variance = float(apart @ apart)
+    spread = variance > 1e-18 * float(max(rewards**2, default=1.0))
+    return {name: float(apart @ parts[:, i]) / variance if spread else math.nan for i, name in enumerate(weights)}

@@ -1,17 +1,18 @@
-"""Where an answer is read from, and the small checks that the built-in verifiers share."""
+"""Where an answer is read from, and what the built-in verifiers share."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from upswing.errors import ConfigError, did_you_mean
+from pydantic import Field
+
 from upswing.trajectory.types import Score
+from upswing.verify.options import Options
 
-PLACES = ("whole", "boxed", "tag")
+Timeout = Annotated[float, Field(ge=0.01, allow_inf_nan=False)]
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TAG = re.compile(r"(</?answer>)")
@@ -55,6 +56,10 @@ def accepted(gold: str | Sequence[str]) -> list[str]:
     return [one for one in ([gold] if isinstance(gold, str) else gold) if one.strip()]
 
 
+def one_line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())[:300]
+
+
 def unscored(reason: str) -> Score:
     """Could not be judged, which is never 0."""
     return Score(value=None, reason=reason)
@@ -69,33 +74,11 @@ def same_value(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def check_one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
-    allowed = list(allowed)
-    if value not in allowed:
-        raise ConfigError(f"{name}: got {value!r}; allowed: {', '.join(allowed)}{did_you_mean(str(value), allowed)}")
-
-
-def check_number(name: str, value: Any, low: float = 0.0, kind: type = float) -> None:
-    """Refuses what isn't a finite number (or, with `kind` int, an integer) of at least `low`."""
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < low:
-        what = "an integer" if kind is int else "a finite number"
-        raise ConfigError(f"{name}: got {value!r}; allowed: {what} of at least {low:g}")
-
-
-def check_texts(name: str, value: Any) -> None:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{name}: got {value!r}; allowed: a list of texts")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Reader:
-    """A verifier of an answer that is read from one of PLACES."""
+class Reader(Options):
+    """A verifier of an answer that is read from a place."""
 
-    answer_in: str = "whole"
-
-    def __post_init__(self) -> None:
-        check_one_of("answer_in", self.answer_in, PLACES)
+    answer_in: Literal["whole", "boxed", "tag"] = "whole"
 
     def read(self, answer: str | None) -> str:
         """Empty when there is no answer."""
@@ -106,8 +89,4 @@ class Reader:
 class TimedReader(Reader):
     """One that asks a worker."""
 
-    timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("timeout_s", self.timeout_s, 0.01)
+    timeout_s: Timeout = 5.0

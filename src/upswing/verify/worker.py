@@ -14,10 +14,12 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from upswing.trajectory.types import Score
+from upswing.verify.deadline import in_turn
 
 MAX_WORKERS = min(4, os.cpu_count() or 1)
 """Of one function; further calls wait."""
@@ -37,32 +39,33 @@ class Workers:
 
     def __init__(self, function: str) -> None:
         self._command = [sys.executable, "-P", "-m", "upswing.verify.worker", function]
-        self._gate = threading.Semaphore(MAX_WORKERS)
+        self._threads = ThreadPoolExecutor(MAX_WORKERS, "upswing-waiter")
         self._idle: list[subprocess.Popen[str]] = []
 
-    def call(self, timeout_s: float, **kwargs: Any) -> Any:
+    async def call(self, timeout_s: float, **kwargs: Any) -> Any:
         """What the function returns. Raises Overrun after `timeout_s` seconds of work (waiting for a worker and
         starting one take nothing off them), without memory or when its process died; RuntimeError for what it raised.
         """
-        with self._gate:
-            process, kept = self._take(), False
-            try:
-                value = _ask(process, timeout_s, kwargs)
-                kept = True
-                self._idle.append(process)
-                return value
-            finally:
-                if not kept:
-                    process.kill()
-                    process.communicate()
+        return await in_turn(self._threads, partial(self._call, timeout_s, kwargs))
 
-    def judge(self, timeout_s: float, harmless: str = "", **kwargs: Any) -> Any:
+    def _call(self, timeout_s: float, kwargs: dict[str, Any]) -> Any:
+        process = self._take()
+        try:
+            value = _ask(process, timeout_s, kwargs)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        self._idle.append(process)
+        return value
+
+    async def judge(self, timeout_s: float, harmless: str = "", **kwargs: Any) -> Any:
         """What `call` returns. An answer, `text`, that takes too much is a Score of 0: to go unjudged must not be the
         agent's choice. Raises Overrun when a `harmless` answer takes too much as well: that is the task's fault."""
         try:
-            return self.call(timeout_s, **kwargs)
+            return await self.call(timeout_s, **kwargs)
         except Overrun as error:
-            blank = self.call(timeout_s, **{**kwargs, "text": harmless})
+            blank = await self.call(timeout_s, **{**kwargs, "text": harmless})
             return None if blank is None else Score(value=0.0, reason=str(error))
 
     def _take(self) -> subprocess.Popen[str]:

@@ -127,15 +127,15 @@ def test_markup_in_retrieved_text_is_neutralised(tag: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"k": 0}, ["k is 0", "from 1 to 20"]),
-        ({"max_searches": "4"}, ["max_searches is '4'"]),
-        ({"max_invalid": True}, ["max_invalid is True"]),
-        ({"min_population": 100}, ["min_population is 100", "15,000"]),
+        ({"k": 0}, ["k: got 0", "greater than or equal to 1"]),
+        ({"max_searches": "4"}, ["max_searches: got '4'"]),
+        ({"max_invalid": True}, ["max_invalid: got True"]),
+        ({"min_population": 100}, ["min_population: got 100", "15000"]),
         ({"max_cities_per_country": 1}, ["max_cities_per_country"]),
-        ({"expert_noise": 1.5}, ["expert_noise is 1.5", "from 0 to 1"]),
-        ({"kinds": "count"}, ["kinds is 'count'", "a list of"]),
+        ({"expert_noise": 1.5}, ["expert_noise: got 1.5", "less than or equal to 1"]),
+        ({"kinds": "count"}, ["kinds: got 'count'", "a list"]),
         ({"kinds": ["two_hops"]}, ["'two_hops'", "three_hop", "did you mean 'two_hop'"]),
-        ({"kinds": {"count": -1}}, ["'count'", "-1"]),
+        ({"kinds": {"count": -1}}, ["kinds.count: got -1"]),
         ({"kinds": []}, ["chooses nothing"]),
     ],
 )

@@ -34,7 +34,7 @@ class Agent:
             raise EnvironmentBroken(
                 "the environment runs its agent more than once an episode, which has one trajectory"
             )
-        exchange = self._play.seat = Exchange(self._play, task, self._play.shared)
+        exchange = self._play.seat = Exchange(self._play, task)
         try:
             await exchange.open()
             yield exchange
@@ -47,13 +47,13 @@ class Agent:
 class Exchange:
     """One run of the agent: what `vf.Interaction` is, with Upswing's loop behind `turn`."""
 
-    def __init__(self, play: Verifiers, task: Any, world: Any) -> None:
+    def __init__(self, play: Verifiers, task: Any) -> None:
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.runtimes import SubprocessConfig, make_runtime
         from verifiers.v1.state import state_cls
         from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-        self._play, self._task, self._world = play, task, world
+        self._play, self._task = play, task
         described = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         config = AgentConfig(model="policy", runtime=SubprocessConfig())
         self.trace = Trace(task=described, state=state_cls(type(task))(), agent=AgentInfo(config=config))
@@ -77,7 +77,7 @@ class Exchange:
         for toolset in self._toolsets:
             await toolset.setup()
             await toolset.setup_task(self._task.data)
-        self._schemas = self._play.equip(tools_of([*self._world.toolsets, *self._toolsets]))
+        self._schemas = self._play.take(tools_of([*self._play.shared.toolsets, *self._toolsets]))
 
     async def turn(self, message: Any = None) -> Any:
         """One segment: the agent speaks, calls tools and speaks, until it says something without a call."""
@@ -144,15 +144,10 @@ class Exchange:
         from verifiers.v1.graph import MessageNode
         from verifiers.v1.trace import ModelCall
 
-        self.trace.nodes.append(
-            MessageNode(
-                parent=len(self.trace.nodes) - 1 if self.trace.nodes else None, message=message, sampled=sampled
-            )
-        )
+        number = len(self.trace.nodes)
+        self.trace.nodes.append(MessageNode(parent=number - 1 if number else None, message=message, sampled=sampled))
         if sampled:
-            self.trace.calls.append(
-                ModelCall(node=len(self.trace.nodes) - 1, finish_reason="length" if cut else "stop")
-            )
+            self.trace.calls.append(ModelCall(node=number, finish_reason="length" if cut else "stop"))
         else:
             self._said.append(as_message(message))
 

@@ -14,8 +14,11 @@ from upswing.envs.adapters import library
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.envs.generated import GeneratedEnv
 from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
+from upswing.plugins import load_object
 from upswing.trajectory.types import StopReason, Task
 from upswing.verify.deadline import call_with_deadline
+from upswing.verify.options import REQUIRED
+from upswing.verify.text import one_line
 
 NAMES = {
     "FrozenLake": ("left", "down", "right", "up"),
@@ -40,41 +43,31 @@ class Gymnasium(GeneratedEnv):
     """
 
     name = "gymnasium"
+    fixed = GeneratedEnv.fixed | {"expert_noise", "tool_timeout_s"}
     only_acts = True
+    protocol = "tags"
+    max_turns = 100
+    tool_timeout_s = _NO_LIMIT_S
+    id: str = REQUIRED
+    kwargs: Mapping[str, Any] = {}
+    actions: Sequence[str] | Mapping[str, Any] | None = None
+    to_text: str | Callable[[Any], str] | None = None
+    prompt: str | None = None
+    _game: Any = None
+    _steps, _earned, _return, _terminated, _truncated = 0, 0.0, 0.0, False, False
 
-    def __init__(
-        self,
-        *,
-        id: str,
-        kwargs: Mapping[str, Any] | None = None,
-        actions: Sequence[str] | Mapping[str, Any] | None = None,
-        to_text: str | Callable[[Any], str] | None = None,
-        prompt: str | None = None,
-        protocol: str = "tags",
-        max_turns: int = 100,
-        max_invalid_calls: int = 3,
-        system: str | None = None,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         """Makes the environment once, to see that it can be played. Raises ConfigError."""
-        self.id, self.kwargs, self.to_text = id, json.dumps(dict(kwargs or {}), sort_keys=True), to_text
-        self.prompt = prompt or f"Play {id}."
-        space, first = _probe(id, self.kwargs)
-        self._game: Any = None
+        super().__init__(**options)
+        self._given = json.dumps(dict(self.kwargs), sort_keys=True)
+        space, first = _probe(self.id, self._given)
         self._text(first)
-        self.actions = _actions(id, space, actions)
-        super().__init__(
-            tools=[self._tool()],
-            protocol=protocol,
-            max_turns=max_turns,
-            max_invalid_calls=max_invalid_calls,
-            tool_timeout_s=_NO_LIMIT_S,
-            system=system,
-        )
-        self._steps, self._earned, self._return, self._terminated, self._truncated = 0, 0.0, 0.0, False, False
+        self._values = _actions(self.id, space, self.actions)
+        self.equip({"act": self._tool()})
 
     def draw(self, rng: random.Random) -> Task:
         seed = rng.randrange(2**31)
-        return self.make_task(f"{self.id} {self.kwargs} {seed}", self.prompt, seed=seed)
+        return self.make_task(f"{self.id} {self._given} {seed}", self.prompt or f"Play {self.id}.", seed=seed)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """The task's `seed` starts the game, so that all plays of a task start alike; without one, its id does."""
@@ -104,13 +97,13 @@ class Gymnasium(GeneratedEnv):
             game.close()
 
     def _begin(self, seed: int) -> str:
-        self._game = _make(self.id, self.kwargs)
+        self._game = _make(self.id, self._given)
         return self._clean(self._text(self._game.reset(seed=seed)[0], self._game))
 
     def _tool(self) -> Callable[..., str]:
         def act(action: str) -> str:
             try:
-                value = action if self.actions is None else self.actions[action]
+                value = action if self._values is None else self._values[action]
                 observation, reward, terminated, truncated, _ = self._game.step(value)
                 self._steps, self._earned = self._steps + 1, self._earned + float(reward)
                 self._terminated, self._truncated = bool(terminated), bool(truncated)
@@ -119,16 +112,18 @@ class Gymnasium(GeneratedEnv):
                 raise EnvironmentBroken(f"{self.id}: step raised {type(problem).__name__}: {problem}") from problem
 
         act.__doc__ = "Take a step."
-        if self.actions is not None:
-            act.__doc__ = f"Take a step: one of {', '.join(self.actions)}."
-            act.__annotations__["action"] = Literal[tuple(self.actions)]
+        if self._values is not None:
+            act.__doc__ = f"Take a step: one of {', '.join(self._values)}."
+            act.__annotations__["action"] = Literal[tuple(self._values)]
         return act
 
     def _text(self, observation: Any, game: Any = None) -> str:
         """An observation as text; raises ConfigError when it can't be."""
         if self.to_text is not None:
-            return str(_load(self.to_text)(observation))
-        if json.loads(self.kwargs).get("render_mode") == "ansi":
+            to_text = self.to_text
+            found = load_object(to_text, "to_text function", {}) if isinstance(to_text, str) else to_text
+            return str(found(observation))
+        if self.kwargs.get("render_mode") == "ansi":
             return _ESCAPES.sub("", game.render()) if game is not None else ""
         if not isinstance(observation, str):
             raise ConfigError(
@@ -136,14 +131,6 @@ class Gymnasium(GeneratedEnv):
                 "give to_text (such as builtins:str), or kwargs: {render_mode: ansi} where it has that"
             )
         return observation
-
-
-def _load(given: Any) -> Callable[[Any], Any]:
-    if not isinstance(given, str):
-        return given  # type: ignore[no-any-return]
-    from upswing.plugins import load_object
-
-    return load_object(given, "to_text function", {})  # type: ignore[no-any-return]
 
 
 def _make(id: str, kwargs: str) -> Any:
@@ -154,8 +141,6 @@ def _make(id: str, kwargs: str) -> Any:
     if ":" not in id:
         near = did_you_mean(id, gymnasium.registry)
         raise ConfigError(f"gymnasium has no environment '{id}'{near} (or an import path my_pkg.module:make_env)")
-    from upswing.plugins import load_object
-
     return load_object(id, "gymnasium environment", {})(**given)
 
 
@@ -169,8 +154,8 @@ def _probe(id: str, kwargs: str) -> tuple[Any, Any]:
     except ConfigError:
         raise
     except Exception as problem:
-        text = " ".join(str(problem).split())
-        raise ConfigError(f"gymnasium environment '{id}' can't be made: {type(problem).__name__}: {text}") from problem
+        text = f"{type(problem).__name__}: {one_line(problem)}"
+        raise ConfigError(f"gymnasium environment '{id}' can't be made: {text}") from problem
     return game.action_space, first
 
 

@@ -18,11 +18,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from upswing.envs.adapters import library
 from upswing.envs.base import Expert, check_split
 from upswing.envs.generated import GeneratedEnv
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Message, Score, Task
+from upswing.trajectory.types import Score, Task
+from upswing.verify.options import Positive, problem
 from upswing.verify.text import TimedReader, unscored
 from upswing.verify.worker import Workers
 
@@ -48,18 +51,14 @@ class ReasoningGym(GeneratedEnv):
     """
 
     name = "reasoning_gym"
+    fixed = GeneratedEnv.fixed | {"expert_noise"}
+    protocol = "tags"
+    max_turns = 1
 
-    def __init__(
-        self,
-        *,
-        tasks: str | Sequence[str] | Mapping[str, Any],
-        protocol: str = "tags",
-        max_turns: int = 1,
-        system: str | None = None,
-    ) -> None:
+    def __init__(self, *, tasks: str | Sequence[str] | Mapping[str, Any], **options: Any) -> None:
         """Raises ConfigError for an unknown task or a configuration that it refuses."""
+        super().__init__(**options)
         self.weights, self.configs = _read(tasks)
-        super().__init__(tools=[], protocol=protocol, max_turns=max_turns, system=system)
 
     def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
         """Tasks of a split, the same for the same seed: endless for `train`, others end when nothing new comes."""
@@ -93,12 +92,7 @@ class ReasoningGym(GeneratedEnv):
 
     def expert(self, task: Task, rng: random.Random) -> Expert:
         """Says the oracle's answer; where there is none (`rush_hour`, `boxnet`), nothing, which scores 0."""
-        answer = self.say(task.gold[0] if task.gold else "")
-
-        def act(messages: tuple[Message, ...]) -> str:
-            return answer
-
-        return act
+        return lambda messages: self.say(task.gold[0] if task.gold else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,14 +101,14 @@ class Scorer(TimedReader):
 
     timeout_s: float = 10.0
 
-    def __call__(self, answer: str | None, gold: Sequence[str], data: Mapping[str, Any]) -> float | Score:
+    async def __call__(self, answer: str | None, gold: Sequence[str], data: Mapping[str, Any]) -> float | Score:
         if "entry" not in data:
             return unscored("the task isn't one of the environment reasoning_gym")
         text = self.read(answer)
         if not text:
             return 0.0
         task = {"name": data["kind"], "config": data["config"], "entry": data["entry"]}
-        found: float | Score = _workers.judge(self.timeout_s, "".join(gold[:1]), text=text, **task)
+        found: float | Score = await _workers.judge(self.timeout_s, "".join(gold[:1]), text=text, **task)
         return found
 
 
@@ -178,17 +172,21 @@ def _read(tasks: Any) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
                 f"reasoning_gym has no task '{name}'{did_you_mean(str(name), known)} (it has {len(known)}, such as "
                 "leg_counting, countdown, sudoku; 'all' means every one)"
             )
-        options = dict((tasks[name] if isinstance(tasks, Mapping) else None) or {})
-        weight, config = options.pop("weight", 1.0), dict(options.pop("config", {}))
-        if options:
-            raise ConfigError(
-                f"reasoning_gym task {name}: unknown key '{next(iter(options))}'; allowed: weight, config"
-            )
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ConfigError(f"reasoning_gym task {name}: weight is {weight!r}; allowed: a number above 0")
-        _check(name, known[name][1], config)
-        weights[name], configs[name] = float(weight), config
+        try:
+            chosen = _Chosen.model_validate((tasks[name] if isinstance(tasks, Mapping) else None) or {})
+        except ValidationError as error:
+            raise ConfigError(f"reasoning_gym task {name}: {problem(error, known=_Chosen.model_fields)}") from None
+        _check(name, known[name][1], chosen.config)
+        weights[name], configs[name] = chosen.weight, chosen.config
     return weights, configs
+
+
+class _Chosen(BaseModel):
+    """What a recipe says of a task."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    weight: Positive = 1.0
+    config: dict[str, Any] = Field(default_factory=dict)
 
 
 def _check(name: str, cls: Any, config: Mapping[str, Any]) -> None:
@@ -199,8 +197,8 @@ def _check(name: str, cls: Any, config: Mapping[str, Any]) -> None:
             raise ConfigError(f"reasoning_gym task {name} has no option '{key}'{allowed}")
     try:
         getattr(cls(**config, seed=0, size=CHUNK), "validate", lambda: None)()
-    except Exception as problem:
-        raise ConfigError(f"reasoning_gym task {name}: {type(problem).__name__}: {problem}") from None
+    except Exception as error:
+        raise ConfigError(f"reasoning_gym task {name}: {type(error).__name__}: {error}") from None
 
 
 @functools.lru_cache(maxsize=128)

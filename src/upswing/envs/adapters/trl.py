@@ -10,17 +10,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.envs.tool_env import ToolEnv
 from upswing.errors import ConfigError, EnvironmentBroken
+from upswing.plugins import load_object
 from upswing.trajectory.types import Message, Score, Task, ToolRecord
 from upswing.verify.base import Episode
 from upswing.verify.deadline import call_with_deadline
+from upswing.verify.options import REQUIRED, Number, check_options
 
-FORMATS = ("conversational", "standard")
 _MISSING = ("completion_ids", "trainer_state")
 _NO_LIMIT_S = 86_400.0
 """The time limits of scoring and of the environment hold outside."""
@@ -38,10 +39,6 @@ class Rewards:
         self.format, self.gold = format, gold
         if len(self.functions) < len(given) or len(self.weights) != len(given):
             raise ConfigError(f"trl: {len(given)} reward functions need different names and as many weights")
-        if not all(map(math.isfinite, self.weights)):
-            raise ConfigError(f"trl: weights must be finite numbers, got {self.weights}")
-        if format not in FORMATS:
-            raise ConfigError(f"trl: format is {format!r}; allowed: {', '.join(FORMATS)}")
         for name, function in self.functions.items():
             wanted = inspect.signature(function).parameters.values()
             for parameter in wanted:
@@ -89,6 +86,7 @@ class Rewards:
         return Score(value=total if judged else None, components=found, reason="" if judged else "no function scored")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Reward:
     """A verifier. `function`: one or several, as import paths (`my.py:reward`); `weights`, one each, by default 1.
 
@@ -96,22 +94,22 @@ class Reward:
     the column that the accepted answer has for the functions, such as `solution`.
     """
 
-    def __init__(
-        self,
-        *,
-        function: Any,
-        weights: Sequence[float] | None = None,
-        format: str = "conversational",
-        gold: str = "answer",
-    ) -> None:
-        self.rewards = Rewards(function, weights, format, gold)
-        if not self.rewards.functions:
+    function: Any
+    weights: Sequence[Number] | None = None
+    format: Literal["conversational", "standard"] = "conversational"
+    gold: str = "answer"
+    _rewards: Rewards = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        object.__setattr__(self, "_rewards", Rewards(self.function, self.weights, self.format, self.gold))
+        if not self._rewards.functions:
             raise ConfigError("trl: function is empty; name at least one")
 
     async def __call__(self, episode: Episode) -> Score:
         """Raises what a function raised, so that the episode isn't scored."""
         e = episode
-        return await self.rewards.score(e.task, e.messages, e.num_turns, e.tool_records, {})
+        return await self._rewards.score(e.task, e.messages, e.num_turns, e.tool_records, {})
 
 
 class Trl(ToolEnv):
@@ -124,21 +122,16 @@ class Trl(ToolEnv):
 
     name = "trl"
     in_order = True
+    fixed = ToolEnv.fixed | {"in_order", "tools", "mcp", "source"}
+    factory: Any = REQUIRED
+    rewards: Any = ()
+    weights: Sequence[Number] | None = None
+    gold: str = "answer"
 
-    def __init__(
-        self,
-        *,
-        factory: Any,
-        rewards: Any = (),
-        weights: Sequence[float] | None = None,
-        gold: str = "answer",
-        protocol: str | None = None,
-        max_turns: int | None = None,
-        system: str | None = None,
-        tools_in_system: bool | None = None,
-        tool_timeout_s: float | None = None,
-    ) -> None:
-        self.rewards = Rewards(rewards, weights, "conversational", gold)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        factory = self.factory
+        self._rewards = Rewards(self.rewards, self.weights, "conversational", self.gold)
         self._key, make = str(factory), _load(factory, "trl environment")
         try:
             self.instance = _idle.setdefault(self._key, []).pop()
@@ -148,21 +141,15 @@ class Trl(ToolEnv):
         if "reset" not in methods:
             raise ConfigError(f"trl environment '{_label(factory)}' has no method reset")
         self.own_reward = "get_reward" in methods
-        if not self.own_reward and not self.rewards.functions:
+        if not self.own_reward and not self._rewards.functions:
             raise ConfigError(f"trl environment '{_label(factory)}' has no get_reward; give rewards: [my.py:reward]")
-        super().__init__(
-            tools=[getattr(self.instance, n) for n in methods if n not in ("reset", "get_reward") and n[0] != "_"],
-            protocol=protocol,
-            max_turns=max_turns,
-            system=system,
-            tools_in_system=tools_in_system,
-            tool_timeout_s=tool_timeout_s,
-        )
+        own = [getattr(self.instance, n) for n in methods if n not in ("reset", "get_reward") and n[0] != "_"]
+        self.equip({method.__name__: method for method in own})
         self._score: Score | None = None
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self._task, self._score, self._records = task, None, list[ToolRecord]()
-        row = {"prompt": [as_dict(message) for message in task.messages], **self.rewards.row(task)}
+        row = {"prompt": [as_dict(message) for message in task.messages], **self._rewards.row(task)}
         said = await call_with_deadline(self.instance.reset, accepted(self.instance.reset, row), _NO_LIMIT_S)
         if not isinstance(said, str | None):
             raise EnvironmentBroken(f"{self._key}: reset returned {type(said).__name__}; allowed: text or None")
@@ -184,7 +171,7 @@ class Trl(ToolEnv):
 
     async def _judged(self) -> Score:
         extra = {"environments": [self.instance]}
-        score = await self.rewards.score(self._task, self._said, self._turns, self._records, extra)
+        score = await self._rewards.score(self._task, self._said, self._turns, self._records, extra)
         if not self.own_reward:
             return score
         value = await call_with_deadline(self.instance.get_reward, {}, _NO_LIMIT_S)
@@ -239,11 +226,7 @@ def _label(given: Any) -> str:
 
 
 def _load(given: Any, kind: str) -> Callable[..., Any]:
-    found = given
-    if isinstance(given, str):
-        from upswing.plugins import load_object
-
-        found = load_object(given, kind, {})
+    found = load_object(given, kind, {}) if isinstance(given, str) else given
     if not callable(found):
         raise ConfigError(f"{kind} {given!r} can't be called")
     return found  # type: ignore[no-any-return]

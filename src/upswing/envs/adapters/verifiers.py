@@ -23,9 +23,11 @@ from upswing.envs.base import AssistantMessage, Observation, check_split
 from upswing.envs.dataset import check_disjoint
 from upswing.envs.generated import split_of
 from upswing.envs.tool_env import ToolEnv
-from upswing.envs.tools import Tool
 from upswing.errors import ConfigError, EnvironmentBroken
+from upswing.plugins import load_object
 from upswing.trajectory.types import Message, StopReason, Task, ToolRecord
+from upswing.verify.options import REQUIRED
+from upswing.verify.text import one_line
 
 
 class Verifiers(ToolEnv):
@@ -38,52 +40,36 @@ class Verifiers(ToolEnv):
     """
 
     name = "verifiers"
+    fixed = ToolEnv.fixed | {"tools", "mcp", "source", "system", "in_order"}
+    taskset: str = REQUIRED
+    config: Mapping[str, Any] = {}
+    env: str | None = None
+    env_config: Mapping[str, Any] = {}
+    splits: Mapping[str, Mapping[str, Any]] = {}
+    _game: asyncio.Task[Any] | None = None
 
-    def __init__(
-        self,
-        *,
-        taskset: str,
-        config: Mapping[str, Any] | None = None,
-        env: str | None = None,
-        env_config: Mapping[str, Any] | None = None,
-        splits: Mapping[str, Mapping[str, Any]] | None = None,
-        protocol: str | None = None,
-        max_turns: int | None = None,
-        max_invalid_calls: int | None = None,
-        tools_in_system: bool | None = None,
-        tool_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         """Raises ConfigError for what isn't there, or can't be played here."""
-        super().__init__(
-            protocol=protocol,
-            max_turns=max_turns,
-            max_invalid_calls=max_invalid_calls,
-            tools_in_system=tools_in_system,
-            tool_timeout_s=tool_timeout_s,
-        )
-        for split in splits or {}:
+        super().__init__(**options)
+        for split in self.splits:
             check_split(self.name, split)
-        self._args, self._splits = (taskset, dict(config or {}), env, dict(env_config or {})), dict(splits or {})
         self.shared = self._world("train")
-        self._game: asyncio.Task[Any] | None = None
         self.seat: Any = None
         self.ended: StopReason | None = None
 
     def _world(self, split: str) -> _World:
-        taskset, config, env, env_config = self._args
-        return _world(taskset, json.dumps({**config, **self._splits.get(split, {})}), env, json.dumps(env_config))
+        config = json.dumps({**self.config, **self.splits.get(split, {})})
+        return _world(self.taskset, config, self.env, json.dumps(dict(self.env_config)))
 
     def tasks(self, split: str, seed: int = 0) -> Iterator[Task]:
         """`train`: pass after pass, shuffled with the seed, or on and on when the taskset is infinite; other splits
         once, in order. Raises ConfigError for splits that share a task."""
         check_split(self.name, split)
-        if self._splits and split not in self._splits:
-            raise ConfigError(f"verifiers: splits has no '{split}'; there are: {', '.join(self._splits)}")
+        if self.splits and split not in self.splits:
+            raise ConfigError(f"verifiers: splits has no '{split}'; there are: {', '.join(self.splits)}")
         taskset = self._world(split).taskset
-        if self._splits and all(self._world(each).taskset.bounded for each in self._splits):
-            check_disjoint(
-                {each: [self._task(each, one) for one in self._world(each).taskset] for each in self._splits}
-            )
+        if self.splits and all(self._world(each).taskset.bounded for each in self.splits):
+            check_disjoint({each: [self._task(each, one) for one in self._world(each).taskset] for each in self.splits})
         return self._stream(split, taskset, random.Random(f"{self.name} {split} {seed}"))
 
     def _stream(self, split: str, taskset: Any, rng: random.Random) -> Iterator[Task]:
@@ -101,7 +87,7 @@ class Verifiers(ToolEnv):
         prompt = one.data.prompt if isinstance(one.data.prompt, list) else []
         text = one.data.prompt if isinstance(one.data.prompt, str) else one.data.name or one.key
         messages = tuple(map(as_message, prompt)) or (Message(role="user", content=text),)
-        own = split if self._splits else split_of(json.dumps(row, sort_keys=True))
+        own = split if self.splits else split_of(json.dumps(row, sort_keys=True))
         return Task(id=f"{self.name}-{one.key[:16]}", messages=messages, data={"row": row}, env=self.name, split=own)
 
     async def reset(self, task: Task, seed: int) -> Observation:
@@ -182,14 +168,10 @@ class Verifiers(ToolEnv):
         self.ended = self.ended or self._end_reason()
         return self.ended is not None
 
-    def equip(self, tools: Mapping[str, Callable[..., Any]]) -> tuple[Mapping[str, Any], ...]:
-        """Take a task's tools; their schemas, where the chat template shows them."""
-        self._tools = {
-            name: Tool.from_function(tool, name=name, timeout_s=self.tool_timeout_s) for name, tool in tools.items()
-        }
-        self.parser = self._make_parser()
-        in_system = self.tools_in_system or self.protocol in ("tags", "python")
-        return () if in_system else tuple(tool.schema for tool in self._tools.values())
+    def take(self, tools: Mapping[str, Callable[..., Any]]) -> tuple[Mapping[str, Any], ...]:
+        """A task's tools; their schemas, where the chat template shows them."""
+        self.equip(tools)
+        return self._schemas()
 
     def opening(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """With the protocol explained where the chat template doesn't."""
@@ -280,13 +262,13 @@ def _world(taskset: str, config: str, env: str | None, env_config: str) -> _Worl
     except ConfigError:
         raise
     except Exception as problem:
-        raise ConfigError(f"verifiers taskset '{taskset}': {type(problem).__name__}: {_line(problem)}") from problem
+        raise ConfigError(f"verifiers taskset '{taskset}': {type(problem).__name__}: {one_line(problem)}") from problem
     played = env_cls.__new__(env_cls)  # its own constructor loads the programs that agents run in, which Upswing is
     env_config_cls = concrete_type(env_cls, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
     try:
         played.config = env_config_cls.model_validate(json.loads(env_config))
     except Exception as problem:
-        raise ConfigError(f"verifiers option env_config: {_line(problem)}") from problem
+        raise ConfigError(f"verifiers option env_config: {one_line(problem)}") from problem
     played.taskset = made
     agents = list(agent_config_fields(played.config))
     if len(agents) != 1:
@@ -317,10 +299,4 @@ def _check_task(world: _World, vf: Any) -> None:
 def _found(given: str, kind: str, by_id: Callable[[str], Any]) -> Any:
     if ":" not in given:
         return by_id(given)
-    from upswing.plugins import load_object
-
     return load_object(given, kind, {})
-
-
-def _line(problem: BaseException) -> str:
-    return " ".join(str(problem).split())[:300]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
-from upswing.envs.base import AssistantMessage, Environment, Expert, Observation, check_fraction, check_split
+from pydantic import Field
+
+from upswing.envs.base import AssistantMessage, Environment, Expert, Observation, check_split
 from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.expert import Plan, ScriptedExpert
 from upswing.envs.geo_search.facts import require_packages
@@ -19,6 +21,7 @@ from upswing.envs.geo_search.names import stable_hash
 from upswing.envs.geo_search.pools import KINDS, SYSTEM, draws
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord, Trajectory
+from upswing.verify.options import Amount, Share
 
 NO_RESULTS = "No results."
 INVALID = "Invalid. End with one <search>words</search> or one <answer>text</answer>."
@@ -54,26 +57,18 @@ class GeoSearch(Environment):
     """
 
     name = "geo_search"
+    k: Annotated[int, Field(ge=1, le=20)] = 1
+    max_searches: Annotated[int, Field(ge=1, le=50)] = 4
+    max_invalid: Annotated[int, Field(ge=1, le=50)] = 2
+    kinds: Sequence[str] | Mapping[str, Amount] = KINDS
+    min_population: Annotated[int, Field(ge=15_000, le=1_000_000)] = 100_000
+    max_cities_per_country: Annotated[int, Field(ge=5, le=5_000)] = 60
+    expert_noise: Share = 0.0
 
-    def __init__(
-        self,
-        *,
-        k: int = 1,
-        max_searches: int = 4,
-        max_invalid: int = 2,
-        kinds: list[str] | tuple[str, ...] | Mapping[str, float] | None = None,
-        min_population: int = 100_000,
-        max_cities_per_country: int = 60,
-        expert_noise: float = 0.0,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         require_packages()
-        self.k = _integer("k", k, 1, 20)
-        self.max_searches = _integer("max_searches", max_searches, 1, 50)
-        self.max_invalid = _integer("max_invalid", max_invalid, 1, 50)
-        self.kinds = _weights(kinds)
-        self.min_population = _integer("min_population", min_population, 15_000, 1_000_000)
-        self.max_cities_per_country = _integer("max_cities_per_country", max_cities_per_country, 5, 5_000)
-        self.expert_noise = check_fraction(self.name, "expert_noise", expert_noise)
+        super().__init__(**options)
+        self.weights = _weights(self.kinds)
         self._turns = self._invalid_in_a_row = self._invalid = 0
         self._queries: list[str] = []
 
@@ -157,8 +152,8 @@ class GeoSearch(Environment):
 
     def _mixed(self, split: str, seed: int) -> Iterator[Task]:
         rng = random.Random(stable_hash("mix", split, seed))
-        streams = {kind: draws(self.world, split, kind, seed, self.max_searches) for kind in self.kinds}
-        names, weights = list(self.kinds), list(self.kinds.values())
+        streams = {kind: draws(self.world, split, kind, seed, self.max_searches) for kind in self.weights}
+        names, weights = list(self.weights), list(self.weights.values())
         while True:
             kind = rng.choices(names, weights)[0]
             task = next(streams[kind], None)
@@ -188,25 +183,13 @@ def _heard(record: ToolRecord) -> Observation:
     return Observation(messages=(Message(role="tool", content=record.result, name="search"),), tool_records=(record,))
 
 
-def _integer(key: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"geo_search option {key} is {value!r}; allowed: a whole number from {low:,} to {high:,}")
-    return value
-
-
-def _weights(kinds: Any) -> dict[str, float]:
-    """Kind -> weight, checked."""
-    if kinds is None:
-        return dict.fromkeys(KINDS, 1.0)
-    if isinstance(kinds, str) or not isinstance(kinds, list | tuple | Mapping):
-        raise ConfigError(f"geo_search option kinds is {kinds!r}; allowed: a list of {', '.join(KINDS)}, or weights")
+def _weights(kinds: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+    """Kind -> weight above 0. Raises ConfigError."""
     weights = dict(kinds) if isinstance(kinds, Mapping) else dict.fromkeys(kinds, 1.0)
-    for kind, weight in weights.items():
+    for kind in weights:
         if kind not in KINDS:
-            hint = did_you_mean(str(kind), KINDS)
+            hint = did_you_mean(kind, KINDS)
             raise ConfigError(f"geo_search option kinds has '{kind}'; allowed: {', '.join(KINDS)}{hint}")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
-            raise ConfigError(f"geo_search option kinds gives '{kind}' the weight {weight!r}; allowed: 0 or more")
     if not any(weights.values()):
         raise ConfigError("geo_search option kinds chooses nothing; give at least one kind a weight above 0")
     return {kind: float(weight) for kind, weight in weights.items() if weight > 0}
