@@ -13,6 +13,7 @@ import torch
 from tests.learn.helpers import plain_at_loss, random_rows, row, tiny
 
 from upswing.learn import Learner, TrainRow
+from upswing.learn.lora import add_lora
 from upswing.stages.probe import DISPLACEMENT_SHARE, EVERY, FORWARDS, Probe, first_turn_information, forward_tokens
 from upswing.trajectory.types import Branch, Group, Message, Outcome, StopReason, Task, Trajectory
 
@@ -44,12 +45,14 @@ def change(after: Any, before: Any, rows: list[TrainRow], temperature: float = 1
     ]
 
 
-@pytest.mark.parametrize("source", ["engine", "old", "neither"])
+@pytest.mark.parametrize("source", ["engine", "old", "neither", "lora"])
 def test_the_change_since_sampling_is_told_also_of_one_on_policy_update(source: str) -> None:
     rows = sampled_by(tiny(), random_rows(groups=1, size=8), 0.8)
-    learner = Learner(tiny(), lr=0.01)
+    if source == "lora":
+        pytest.importorskip("peft")
+    learner = Learner(add_lora(tiny(), r=4) if source == "lora" else tiny(), lr=0.01)
     old = learner.logprobs(rows, 0.8) if source == "old" else None
-    if source != "engine":
+    if source in ("old", "neither"):
         rows = [replace(one, engine_logprobs=None) for one in rows]
     probe = Probe(learner, rows, temperature=0.8, passes=1000, old=old)  # a step so long that all may be looked at
     update = learner.rl_update(rows, temperature=0.8)
@@ -188,3 +191,10 @@ def test_a_run_logs_every_signal_and_first_turns_every_fifth_step(tmp_path: Path
     for name in (*NEW.split(), "mi_first_turn", "mi_retrieval"):
         assert any(values.get(name) is not None for values in rows), name
     assert rows[0]["mi_pairs"] in (2, 3, 4) and rows[0]["kl_clamped_frac"] == 0.0
+
+
+def test_while_only_the_critic_trains_nothing_is_displaced_and_a_kl_in_the_reward_is_watched(tmp_path: Path) -> None:
+    rows = run(recipe({"algorithm": "ppo", "kl_coef": 0.05, "critic": {"warmup_steps": 1}}), tmp_path / "run")
+    assert ["delta_good" in values for values in rows] == ["grad_good" in values for values in rows] == [False, True]
+    assert rows[0]["mi_pairs"] >= 2 and [values["kl_clamped_frac"] for values in rows] == [0.0, 0.0]
+    assert 0 < rows[1]["effective_frac"] <= 1
