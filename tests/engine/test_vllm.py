@@ -6,28 +6,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from tests.engine.servers import ModelServer, logprobs_of, served_recipe, serving, spans_of
 
-from upswing.engine import vllm as vllm_engine
+from upswing.engine import http
 from upswing.engine.base import FinishReason, Sampling
 from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError, UpswingError
-from upswing.models.load import load_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import recipe_from
@@ -35,63 +30,45 @@ from upswing.stages.runner import run_recipe
 from upswing.trajectory.store import TrajectoryStore
 
 
-class Server:
-    """One forward a token, slow and plain. `faults` names what it does wrong next."""
-
-    def __init__(self) -> None:
-        self.model = load_model("tiny").model.eval()
-        self.first = {name: p.detach().clone() for name, p in self.model.state_dict().items()}
-        self.version, self.paused, self.processed, self.dev = "default", False, True, True
-        self.faults: list[str] = []
-        self.calls: list[str] = []
-
-    def restart(self) -> None:
-        self.model.load_state_dict(self.first)
-        self.version = "default"
+class Server(ModelServer):
+    dev = True
 
     async def generate(self, request: Request) -> JSONResponse:
         fault = self.faults.pop(0) if self.faults else ""
-        if fault == "500":
-            return JSONResponse({"error": "worker died"}, status_code=500)
-        if fault == "hang":
-            await asyncio.sleep(30)
+        if (broken := await self.broken(fault)) is not None:
+            return broken
         body = await request.json()
-        params, ids = body["sampling_params"], list(body["token_ids"])
-        tokens: list[int] = []
-        content, spans = [], []
-        generator = torch.Generator().manual_seed(params.get("seed", 0))
-        while len(tokens) < params["max_tokens"]:
-            while self.paused:
-                await asyncio.sleep(0.001)
-            with torch.no_grad():
-                logits = self.model(torch.tensor([ids + tokens])).logits[0, -1].double()
-            scale = params["temperature"] or 1.0
-            logprobs = torch.log_softmax(logits / scale, -1)
-            sampled = torch.multinomial(logprobs.exp(), 1, generator=generator)
-            token = int(sampled if params["temperature"] else logits.argmax())
-            told = logprobs if self.processed else torch.log_softmax(logits, -1)
-            top = {"token_id": int(logits.argmax()), "logprob": float(told.max())}
-            content.append({"token_id": token, "logprob": float(told[token]), "top_logprobs": [top]})
-            tokens.append(token)
-            if not spans or spans[-1]["version"] != self.version:
-                spans.append({"version": self.version, "start": len(tokens) - 1, "end": len(tokens)})
-            spans[-1]["end"] = len(tokens)
-            if token in params.get("stop_token_ids", ()):
-                break
-            await asyncio.sleep(0)
-        stopped = bool(tokens) and tokens[-1] in params.get("stop_token_ids", ())
-        choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
-        choice["finish_reason"] = "stop" if stopped else "length"
+        params = body["sampling_params"]
+        stop = params.get("stop_token_ids", ())
+        drawn = await self.sample(
+            body["token_ids"], params["max_tokens"], params["temperature"], stop, params.get("seed", 0)
+        )
+        content = [
+            {
+                "token_id": one.token,
+                "logprob": one.logprob,
+                "top_logprobs": [{"token_id": one.top[0], "logprob": one.top[1]}],
+            }
+            for one in drawn
+        ]
+        tokens = [one.token for one in drawn]
+        choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"content": content}}
+        choice["weight_versions"] = spans_of(drawn)
+        choice["finish_reason"] = "abort" if fault == "abort" else "stop" if tokens[-1] in stop else "length"
         if fault == "no logprobs":
             choice["logprobs"] = None
         if fault == "one token short":
             choice["token_ids"] = tokens[:-1]
+        if fault == "too many":
+            choice["token_ids"], choice["logprobs"]["content"] = tokens * 2, content * 2
+        if fault == "a log-prob above 0":
+            content[1]["logprob"] = 0.5
         return JSONResponse({"choices": [choice]})
 
     async def rpc(self, request: Request) -> JSONResponse:
         body = await request.json()
         assert body["method"] == "reload_weights" and self.paused, "weights change only while nothing runs"
-        self.model.load_state_dict(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"), strict=False)
+        self.load(body["kwargs"]["weights_path"])
         return JSONResponse({"results": [None]})
 
     def app(self) -> Starlette:
@@ -116,20 +93,6 @@ class Server:
         )
 
 
-@contextlib.contextmanager
-def serving(server: Server) -> Iterator[str]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        running = uvicorn.Server(uvicorn.Config(server.app(), log_level="error"))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]}, daemon=True)
-        thread.start()
-        while not running.started:
-            time.sleep(0.005)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        running.should_exit = True
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[Server, str]]:
     server = Server()
@@ -139,24 +102,16 @@ def address() -> Iterator[tuple[Server, str]]:
 
 @pytest.fixture
 def server(address: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(vllm_engine, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(http, "BACKOFF_S", 0.001)
     found, _ = address
-    found.restart()
-    found.faults, found.calls, found.processed, found.dev, found.paused = [], [], True, True, False
+    found.reset()
+    found.dev = True
     return found
 
 
 @pytest.fixture
 def engine(address: tuple[Server, str], server: Server, tmp_path: Path) -> VllmEngine:
     return VllmEngine.connect(address[1], weights_dir=tmp_path)
-
-
-def logprobs_of(model: Any, prompt: list[int], tokens: tuple[int, ...], temperature: float) -> list[float]:
-    """By one forward over the whole sequence in float64."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double() / temperature
-    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-    return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
 
 PROMPT = [5, 6, 7, 8]
@@ -225,7 +180,7 @@ async def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again
     await engine.close()
 
 
-@pytest.mark.parametrize("faults", [["500"], ["500", "500", "500"]])
+@pytest.mark.parametrize("faults", [["500"], ["500", "500", "500"], ["abort", "500", "abort"]])
 async def test_errors_of_the_server_are_tried_again(engine: VllmEngine, server: Server, faults: list[str]) -> None:
     server.faults = faults
     assert len((await engine.generate(PROMPT, Sampling(max_tokens=3))).tokens) == 3
@@ -238,6 +193,9 @@ async def test_errors_of_the_server_are_tried_again(engine: VllmEngine, server: 
         (["500"] * 9, "failed at /inference/v1/generate 4 times"),
         (["no logprobs"], "lacks tokens or log-probs"),
         (["one token short"], "2 tokens and 3 log-probs"),
+        (["too many"], "6 tokens where 3 were asked for"),
+        (["a log-prob above 0"], "the log-prob 0.5"),
+        (["abort"] * 4, "breaks completions off"),
     ],
 )
 async def test_what_the_server_breaks_is_an_error_and_never_a_completion(
@@ -251,8 +209,11 @@ async def test_what_the_server_breaks_is_an_error_and_never_a_completion(
 
 async def test_a_hanging_server_can_be_left(engine: VllmEngine, server: Server) -> None:
     server.faults = ["hang"]
+    hanging = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=3)))
+    while server.faults:
+        await asyncio.sleep(0.005)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(engine.generate(PROMPT, Sampling(max_tokens=3)), 0.1)
+        await asyncio.wait_for(hanging, 0.05)
     assert len((await engine.generate(PROMPT, Sampling(max_tokens=3))).tokens) == 3
     await engine.close()
 
@@ -297,27 +258,11 @@ def test_no_server_is_said_with_what_to_do() -> None:
 )
 def test_keys_of_the_other_kind_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        recipe_with(keys)
-
-
-def recipe_with(engine: dict[str, Any]) -> Any:
-    return recipe_from(
-        {
-            "name": "served",
-            "model": "tiny",
-            "env": "tests.stages.test_algorithms:TwoTurns",
-            "verifiers": ["tests.stages.test_algorithms:even"],
-            "engine": engine,
-            "limits": {"turn_tokens": 8, "context_tokens": 64},
-            "stages": [
-                {"stage": "rl", "steps": 2, "tasks_per_step": 2, "group_size": 4, "lr": 1e-3, "eval_every": 0},
-            ],
-        }
-    )
+        recipe_from(served_recipe(keys))
 
 
 def test_a_recipe_trains_on_a_server(address: tuple[Server, str], server: Server, tmp_path: Path) -> None:
-    one = recipe_with({"kind": "vllm", "url": address[1]})
+    one = recipe_from(served_recipe({"kind": "vllm", "url": address[1]}))
     run_recipe(one, tmp_path / "run", log=Progress(quiet=True))
     rows = MetricsLog(tmp_path / "run").read("rl")
     assert len(rows) == 2 and all(row["mismatch_abs"] < 1e-3 for row in rows)

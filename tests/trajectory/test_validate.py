@@ -104,7 +104,8 @@ def test_good_trajectories_pass(good):
         (trajectory(branch(sampled=(1, 0, 0), turn=(0, 0, 0))), "position 0: the first token can't be a sampled one"),
         (trajectory(branch(), source="expert"), "position 2: an expert's token has engine_logprobs"),
         (trajectory(branch(expert=True)), "position 2: a sampled token's engine_logprobs isn't finite"),
-        (trajectory(source="teacher"), "source 'teacher'; allowed: policy, expert"),
+        (trajectory(branch(), source="text"), "position 2: a token of text has engine_logprobs"),
+        (trajectory(source="teacher"), "source 'teacher'; allowed: policy, expert, text"),
         (trajectory(branch(sampled=(), turn=())), "branch 0: the branch is empty"),
         (
             trajectory(replace(branch(), sampled=branch().sampled[:4])),

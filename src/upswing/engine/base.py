@@ -49,10 +49,38 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
+    """What an engine can do; of a server: what it was found to do. docs/engine.md has the table."""
+
+    token_in: bool = True
+    """Prompts are token ids."""
+    token_out: bool = True
+    """Completions are the very ids that were sampled."""
     exact_logprobs: bool = True
-    token_ids: bool = True
+    """Log-probs are of the distribution that was sampled from."""
     weight_updates: bool = True
+    """New weights are taken while it serves, and what was cached of the old ones is dropped."""
+    versions: bool = True
+    """It says which weights sampled the tokens, so that a restart is noticed."""
     prefix_cache: bool = True
+    """A turn's prompt is computed only where it is longer than the turn before."""
+    cancel: bool = True
+    """A completion that nobody waits for any more is stopped."""
+    seeds: bool = True
+    """Same prompt, seed, weights and batch shape: same tokens."""
+
+    def missing(self) -> tuple[str, ...]:
+        """The names of what training needs and this lacks."""
+        return tuple(name for name in NEEDED if not getattr(self, name))
+
+
+NEEDED = {
+    "token_in": "takes no token ids",
+    "token_out": "gives no token ids",
+    "exact_logprobs": "gives no log-probs of the distribution that it samples from",
+    "weight_updates": "takes no new weights",
+    "versions": "doesn't say which weights sampled a token",
+}
+"""What training can't do without -> what is said of an engine that lacks it."""
 
 
 @runtime_checkable

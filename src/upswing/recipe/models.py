@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from upswing.errors import did_you_mean
 from upswing.recipe.agent import AgentSection
 from upswing.recipe.distill import DistillStage
+from upswing.recipe.engine import EngineSection, check_engine
 from upswing.recipe.fields import (
     Bool,
     Count,
@@ -105,53 +106,6 @@ class DatasetSection(Section):
         return value
 
 
-class EngineSection(Section):
-    """The engine that samples."""
-
-    kind: Literal["torch", "vllm"] = Field(
-        default="torch", description="The embedded engine (torch), or a vLLM server that you started (vllm)."
-    )
-    url: Text | None = Field(default=None, description="Of the vLLM server, such as http://127.0.0.1:8000.")
-    weights_dir: Text | None = Field(
-        default=None,
-        description="Folder that the vLLM server sees too, for new weights; null: memory (/dev/shm), on one machine.",
-    )
-    max_slots: Count = Field(
-        default=32, description="Trajectories decoded together; each holds a cache, of max_context at most."
-    )
-    max_context: Annotated[int, Field(strict=True, ge=16)] = Field(
-        default=2048, description="Tokens a trajectory may have."
-    )
-    dtype: Dtype = Field(
-        default="auto", description="Precision; auto: bfloat16 where the processor has it, else float32."
-    )
-    prefill_chunk: Count = Field(default=512, description="Prompt tokens run through the model at once.")
-    quantize: Literal["int8"] | None = Field(
-        default=None,
-        description="int8: sample with weights and activations in 8 bits (CPU only); RL then needs a correction.",
-    )
-    kv_memory_gb: Positive | None = Field(
-        default=None,
-        description="Memory for cached keys and values, in GB (1e9 bytes); null: no limit. Size it as trajectories at "
-        "once times the longest one: no more play at once than it holds limits.context_tokens for. When full, the "
-        "cache of idle trajectories goes first, then the youngest turn waits, which counts towards "
-        "limits.turn_timeout_s, and is computed again.",
-    )
-
-    @model_validator(mode="after")
-    def _belongs(self) -> Self:
-        """Keys of the other kind are refused."""
-        if self.kind == "vllm" and self.url is None:
-            raise refuse("url", "got nothing, but kind vllm needs it, such as http://127.0.0.1:8000")
-        own = ("url", "weights_dir")
-        others = own if self.kind == "torch" else ("max_context", "dtype", "prefill_chunk", "quantize", "kv_memory_gb")
-        for key in others:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                where = "is for kind vllm" if self.kind == "torch" else "is for the server to be started with"
-                raise refuse(key, f"got {getattr(self, key)!r} without effect: with kind {self.kind} it {where}")
-        return self
-
-
 class LearnerSection(Section):
     """The learner. Master weights are always float32."""
 
@@ -171,6 +125,11 @@ class LimitsSection(Section):
     scoring_timeout_s: Positive = Field(
         default=60.0, description="All verifiers of a trajectory; past it there is no score."
     )
+    group_timeout_s: Positive | None = Field(
+        default=None,
+        description="A task's trajectories with their scores and retries, from when the first began; those that are "
+        "late are cancelled, have no score, and the group shrinks. null: no limit.",
+    )
     max_retries: CountOrZero = Field(default=1, description="How often an errored trajectory is tried again.")
 
     @model_validator(mode="after")
@@ -184,6 +143,12 @@ class LimitsSection(Section):
                 raise refuse(
                     key, f"got {getattr(self, key):g}; allowed: up to rollout_timeout_s ({self.rollout_timeout_s:g})"
                 )
+        inner = self.rollout_timeout_s + self.scoring_timeout_s
+        if self.group_timeout_s is not None and self.group_timeout_s < inner:
+            raise refuse(
+                "group_timeout_s",
+                f"got {self.group_timeout_s:g}; allowed: rollout_timeout_s + scoring_timeout_s ({inner:g}) and more",
+            )
         return self
 
 
@@ -234,7 +199,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.limits.context_tokens > self.engine.max_context:
+        if self.engine.kind == "torch" and self.limits.context_tokens > self.engine.max_context:
             raise refuse(
                 "limits.context_tokens",
                 f"got {self.limits.context_tokens}; allowed: up to engine.max_context ({self.engine.max_context})",
@@ -242,6 +207,7 @@ class Recipe(Section):
         self._check_verifiers()
         self._check_stage_names()
         self._check_quantize()
+        check_engine(self.engine, self.stages, agent=self.agent is not None)
         return self
 
     def _check_quantize(self) -> None:

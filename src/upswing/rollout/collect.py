@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from upswing.engine.base import Engine, Sampling
+from upswing.engine.openai import OpenAIEngine
 from upswing.envs.base import Environment
 from upswing.rollout.agent import Agent
 from upswing.rollout.agent_loop import ExpertSpeaker, PolicySpeaker, Speaker, play
+from upswing.rollout.chat_speaker import ChatSpeaker
 from upswing.rollout.limits import Limits
 from upswing.seeding import derive_seed
 from upswing.trajectory.render import ChatRenderer
-from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
+from upswing.trajectory.types import Group, Outcome, Score, StopReason, Task, Trajectory
 from upswing.verify import Rubric
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
@@ -56,29 +58,51 @@ class Rollouts:
         self, tasks: Sequence[Task], *, size: int, sampling: Sampling, seed: int, on_done: OnDone | None = None
     ) -> list[Group]:
         """Play each task `size` times -> one Group a task, in order. Errored attempts stay in their group, marked so;
-        each is followed by up to `max_retries` new attempts."""
+        each is followed by up to `max_retries` new attempts. What is late (`limits.group_timeout_s`) is cancelled."""
         gate = self.gate or asyncio.Semaphore(self.max_concurrent)
+        tried: dict[tuple[int, int], list[Trajectory]] = {(r, i): [] for r in range(len(tasks)) for i in range(size)}
+        began = [asyncio.Event() for _ in tasks]
 
-        async def attempts(row: int, task: Task, index: int) -> list[Trajectory]:
-            tried: list[Trajectory] = []
+        def name_of(row: int, task: Task, index: int, attempt: int) -> str:
+            """The row is in it because a batch may hold the same task twice."""
+            return f"{task.id}/{seed}/{row}-{index}" + (f".{attempt}" if attempt else "")
+
+        async def attempts(row: int, task: Task, index: int) -> None:
+            mine = tried[row, index]
             for attempt in range(self.max_retries + 1):
-                # The row is in it because a batch may hold the same task twice.
-                name = f"{task.id}/{seed}/{row}-{index}" + (f".{attempt}" if attempt else "")
                 async with gate:
-                    tried.append(await self._sampled(task, name, sampling, derive_seed(seed, row, index, attempt)))
-                if tried[-1].outcome is not Outcome.ERRORED:
+                    began[row].set()
+                    name = name_of(row, task, index, attempt)
+                    mine.append(await self._sampled(task, name, sampling, derive_seed(seed, row, index, attempt)))
+                if mine[-1].outcome is not Outcome.ERRORED:
                     break
             if on_done:
-                on_done(tried[-1])
-            return tried
+                on_done(mine[-1])
 
-        async def group(task: Task, row: Sequence[asyncio.Future[list[Trajectory]]]) -> Group:
-            played = [trajectory for job in row for trajectory in await job]
+        async def in_time(row: int, task: Task) -> None:
+            """Cancel what is late, and note it as that: never an outcome of the agent's."""
+            await began[row].wait()
+            _, late = await asyncio.wait(jobs[row], timeout=self.limits.group_timeout_s)
+            for job in late:
+                job.cancel()
+            await asyncio.gather(*late, return_exceptions=True)  # their environments have closed
+            for index, job in enumerate(jobs[row]):
+                if job in late and job.cancelled():
+                    mine = tried[row, index]
+                    mine.append(cancelled(task, name_of(row, task, index, len(mine))))
+                    if on_done:
+                        on_done(mine[-1])
+
+        async def group(row: int, task: Task) -> Group:
+            if self.limits.group_timeout_s is not None:
+                await in_time(row, task)
+            await asyncio.gather(*(job for job in jobs[row] if not job.cancelled()))
+            played = [trajectory for index in range(size) for trajectory in tried[row, index]]
             found = await judge_group(played, self.rubric, self.limits.scoring_timeout_s)
             return Group(task=task, trajectories=found)
 
         jobs = [[asyncio.ensure_future(attempts(row, task, i)) for i in range(size)] for row, task in enumerate(tasks)]
-        groups = [asyncio.ensure_future(group(task, row)) for task, row in zip(tasks, jobs, strict=True)]
+        groups = [asyncio.ensure_future(group(row, task)) for row, task in enumerate(tasks)]
         try:
             with rare_full_gc():
                 return [await one for one in groups]
@@ -142,7 +166,11 @@ class Rollouts:
                     seed=seed,
                 )
             )
-        speaker = PolicySpeaker(engine=self.engine, sampling=sampling, limits=self.limits, session=name, seed=seed)
+        speaker: Speaker
+        if isinstance(self.engine, OpenAIEngine):
+            speaker = ChatSpeaker(engine=self.engine, sampling=sampling, limits=self.limits, make_env=self.make_env)
+        else:
+            speaker = PolicySpeaker(engine=self.engine, sampling=sampling, limits=self.limits, session=name, seed=seed)
         return await self._played(task, name, self.make_env, speaker, seed)
 
     async def _played(
@@ -167,6 +195,18 @@ class Rollouts:
         """Stop what an agent's trajectories share."""
         if self.agent is not None:
             await self.agent.proxy.close()
+
+
+def cancelled(task: Task, name: str) -> Trajectory:
+    """What is left of a trajectory that was stopped: that it was."""
+    return Trajectory(
+        id=name,
+        task=task,
+        branches=(),
+        messages=task.messages,
+        outcome=Outcome.CANCELLED,
+        stop_reason=StopReason.CANCELLED,
+    )
 
 
 async def judge(trajectory: Trajectory, rubric: Scorer, timeout_s: float) -> Score | None:

@@ -1,4 +1,4 @@
-"""Limits of one rollout. Deadlines nest: an environment call < a turn < the rollout; scoring has its own."""
+"""Limits of rollouts. Deadlines nest: an environment call, a turn < the rollout < with its scoring < the group."""
 
 from __future__ import annotations
 
@@ -21,3 +21,6 @@ class Limits:
     """The whole trajectory; past it the trajectory is truncated."""
     scoring_timeout_s: float = 60.0
     """All verifiers of one trajectory; past it there is no score."""
+    group_timeout_s: float | None = None
+    """The trajectories of a task, scored, from when the first one began; those that are late are cancelled and the
+    group is what is left. None: no limit."""

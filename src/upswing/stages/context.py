@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from upswing.engine.base import Sampling
+from upswing.engine.http import HttpEngine
+from upswing.engine.openai import OpenAIEngine
 from upswing.engine.torch import TorchEngine
-from upswing.engine.vllm import VllmEngine
 from upswing.envs.base import Environment
 from upswing.learn.lora import add_lora
 from upswing.learn.reward_model import RewardModel, load_reward_model
@@ -36,7 +37,7 @@ STATE = "state.json"
 FINAL = "final"
 
 
-AnyEngine = TorchEngine | VllmEngine
+AnyEngine = TorchEngine | HttpEngine | OpenAIEngine
 
 
 class TaskSource:

@@ -58,7 +58,8 @@ async def run_eval(context: RunContext, stage: EvalStage, index: int) -> dict[st
     for number, reference in enumerate(stage.of):
         source = context.recipe.source_of(index, reference)
         started = time.perf_counter()
-        await context.push_weights(context.source_model(source).state_dict())
+        if context.engine.capabilities.weight_updates:  # else the server's own are measured, and there are no others
+            await context.push_weights(context.source_model(source).state_dict())
         summary, trajectories = await measure(
             context,
             tasks,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from upswing.algo.regularise import overlong_penalty
+from upswing.errors import InvalidTrajectory
 from upswing.learn.rows import TrainRow
 from upswing.trajectory.masks import loss_mask
 from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
@@ -80,6 +81,9 @@ def make_batch(
     too, unless they errored or were cancelled.
     """
     members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
+    for _, one in members:
+        if one.source == "text":
+            raise InvalidTrajectory(f"trajectory '{one.id}' is text of a server: its tokens aren't those it sampled")
     rewards_B = torch.tensor(rewards_of([t for _, t in members], truncated, judged), dtype=torch.float64)
     if overlong is not None:
         sampled_B = torch.tensor([t.num_sampled_tokens for _, t in members])

@@ -20,7 +20,6 @@ import transformers
 
 from upswing.engine.int8 import check_int8
 from upswing.engine.torch import TorchEngine
-from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
 from upswing.learn.precision import native_bf16
@@ -48,6 +47,7 @@ from upswing.stages.evaluate import measure, run_eval
 from upswing.stages.preference import run_preference
 from upswing.stages.reward_model import run_reward_model
 from upswing.stages.rl import run_rl
+from upswing.stages.servers import server_of
 from upswing.stages.sft import run_sft
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
@@ -138,7 +138,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     """Load the model and put the parts together."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(recipe.seed)
-    engine: AnyEngine | None = _server(recipe)  # before the model: it may not be there
+    engine: AnyEngine | None = server_of(recipe, log.note)  # before the model: it may not be there
     loaded = load_model(recipe.model)
     engine = engine or TorchEngine.from_model(
         loaded.model,
@@ -183,19 +183,6 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     )
 
 
-def _server(recipe: Recipe) -> VllmEngine | None:
-    """The recipe's vLLM server, if it has one. Raises ConfigError when it isn't there or can't do what is asked."""
-    section = recipe.engine
-    if section.kind != "vllm" or section.url is None:
-        return None
-    engine = VllmEngine.connect(
-        section.url, weights_dir=None if section.weights_dir is None else Path(section.weights_dir)
-    )
-    if any(not isinstance(stage, EvalStage) for stage in recipe.stages):
-        engine.require_training()
-    return engine
-
-
 def explicit_dtype(name: str) -> torch.dtype | None:
     """None for `auto`: the engine and the learner then choose by the device that they compute on."""
     return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -235,10 +222,14 @@ def eval_checkpoint(
 def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunContext], Awaitable[T]]) -> T:
     """What `work` makes of a recipe's context with another base model, without a run folder."""
     world = check(recipe)
+    if recipe.engine.kind == "openai" and model != recipe.model:
+        raise ConfigError(f"engine.kind: an openai server can't be given '{model}'; use torch, vllm or sglang")
 
     async def worked(scratch: Path) -> T:
         context = _context(recipe.model_copy(update={"model": model}), scratch, world, log)
         try:
+            if recipe.engine.url is not None and context.engine.capabilities.weight_updates:
+                await context.push_weights(context.source_model("base").state_dict())
             return await work(context)
         finally:
             await context.rollouts.close()

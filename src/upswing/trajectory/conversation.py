@@ -106,6 +106,11 @@ class Conversation:
         return tuple(self._drift)
 
     @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The schemas that the chat template shows."""
+        return self._tools
+
+    @property
     def num_turns(self) -> int:
         """Assistant turns added to this conversation (those in the starting messages aren't counted)."""
         return self._num_turns

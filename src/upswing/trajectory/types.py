@@ -19,6 +19,7 @@ Int16T = npt.NDArray[np.int16]
 Float32T = npt.NDArray[np.float32]
 
 ROLES = ("system", "user", "assistant", "tool")
+SOURCES = ("policy", "expert", "text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,8 @@ class Trajectory:
     """The environment's final state, for verifiers; JSON-serialisable."""
     drift: tuple[DriftEvent, ...] = ()
     source: str = "policy"
-    """`policy` (sampled by an engine) or `expert` (a demonstration: no log-probs, version -1)."""
+    """One of SOURCES: `policy` (sampled by an engine), `expert` (a demonstration: no log-probs, version -1) or `text`
+    (a server's words, encoded here: no log-probs, version -1, maybe not the ids that it sampled; never RL's)."""
     seed: int = 0
     timing: Mapping[str, float] = field(default_factory=dict)
     """Seconds: `engine_s`, `env_s`, `total_s`."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from upswing.errors import InvalidTrajectory
-from upswing.trajectory.types import BoolT, Branch, Group, Outcome, StopReason, Trajectory
+from upswing.trajectory.types import SOURCES, BoolT, Branch, Group, Outcome, StopReason, Trajectory
 
 LOGPROB_SLACK = 1e-4
 """A log-prob may be above 0 by this much: rounding of a log-softmax, not an error."""
@@ -116,9 +116,10 @@ def _values(branch: Branch, trajectory: Trajectory) -> Iterator[Check]:
     yield "context", sampled[:1], "the first token can't be a sampled one: nothing conditions it"
     yield "unsampled-values", ~sampled & scored, "a token not sampled has engine_logprobs"
     yield "unsampled-values", ~sampled & versioned, "a token not sampled has a policy_version"
-    if trajectory.source == "expert":
-        yield "sampled-values", scored, "an expert's token has engine_logprobs"
-        yield "sampled-values", versioned, "an expert's token has a policy_version"
+    if trajectory.source != "policy":
+        whose = "an expert's token" if trajectory.source == "expert" else "a token of text"
+        yield "sampled-values", scored, f"{whose} has engine_logprobs"
+        yield "sampled-values", versioned, f"{whose} has a policy_version"
         return
     finite = np.isfinite(logprobs)
     yield "sampled-values", sampled & ~finite, "a sampled token's engine_logprobs isn't finite"
@@ -145,8 +146,8 @@ def _trajectory_rules(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
     """Stop reason, error text, score and branches go with the outcome, and every fork with a drift event."""
     outcome, count = trajectory.outcome, len(trajectory.branches)
     unplayed = outcome in (Outcome.ERRORED, Outcome.CANCELLED)
-    if trajectory.source not in ("policy", "expert"):
-        yield "source", f"source '{trajectory.source}'; allowed: policy, expert"
+    if trajectory.source not in SOURCES:
+        yield "source", f"source '{trajectory.source}'; allowed: {', '.join(SOURCES)}"
     if trajectory.stop_reason not in STOP_REASONS[outcome]:
         allowed = ", ".join(sorted(STOP_REASONS[outcome]))
         yield "outcome", f"outcome {outcome} with stop_reason {trajectory.stop_reason}; allowed: {allowed}"
