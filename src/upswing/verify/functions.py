@@ -13,7 +13,6 @@ from typing import Any
 from upswing.errors import ConfigError, did_you_mean
 from upswing.plugins import load_object
 from upswing.trajectory.types import Score
-from upswing.verify import actions, code, forms, http, judge, maths, numeric, pairwise, penalties, qa
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.options import Options, no_argument
@@ -23,35 +22,35 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
 WHOLE = "episode"
 """A parameter of this name gets the Episode itself."""
 DEFAULT_TIMEOUT_S = 30.0
-BUILTIN: Mapping[str, Callable[..., Any]] = {
-    "strict_match": qa.strict_match,
-    "exact_match": qa.exact_match,
-    "f1": qa.f1,
-    "format": qa.format_valid,
-    "numeric": numeric.Numeric,
-    "math": maths.Math,
-    "choice": forms.Choice,
-    "json_schema": forms.JsonSchema,
-    "regex": forms.Regex,
-    "countdown": numeric.countdown,
-    "code": code.Code,
-    "tool_calls": actions.ToolCalls,
-    "state": actions.State,
-    "retrieval_hit": actions.RetrievalHit,
-    "length_penalty": penalties.LengthPenalty,
-    "repetition_penalty": penalties.RepetitionPenalty,
-    "call_penalty": penalties.CallPenalty,
-    "http": http.Http,
-    "judge": judge.Judge,
-    "versus_reference": pairwise.VersusReference,
-    "pairwise": pairwise.Pairwise,
+BUILTIN: Mapping[str, str] = {
+    "strict_match": "upswing.verify.qa:strict_match",
+    "exact_match": "upswing.verify.qa:exact_match",
+    "f1": "upswing.verify.qa:f1",
+    "format": "upswing.verify.qa:format_valid",
+    "numeric": "upswing.verify.numeric:Numeric",
+    "math": "upswing.verify.maths:Math",
+    "choice": "upswing.verify.forms:Choice",
+    "json_schema": "upswing.verify.forms:JsonSchema",
+    "regex": "upswing.verify.forms:Regex",
+    "countdown": "upswing.verify.numeric:countdown",
+    "code": "upswing.verify.code:Code",
+    "tool_calls": "upswing.verify.actions:ToolCalls",
+    "state": "upswing.verify.actions:State",
+    "retrieval_hit": "upswing.verify.actions:RetrievalHit",
+    "length_penalty": "upswing.verify.penalties:LengthPenalty",
+    "repetition_penalty": "upswing.verify.penalties:RepetitionPenalty",
+    "call_penalty": "upswing.verify.penalties:CallPenalty",
+    "http": "upswing.verify.http:Http",
+    "judge": "upswing.verify.judge:Judge",
+    "versus_reference": "upswing.verify.pairwise:VersusReference",
+    "pairwise": "upswing.verify.pairwise:Pairwise",
 }
 ELSEWHERE: Mapping[str, str] = {
     "env_reward": "upswing.envs.adapters:env_reward",
     "reasoning_gym": "upswing.envs.adapters.reasoning_gym:Scorer",
     "trl": "upswing.envs.adapters.trl:Reward",
 }
-"""Built-in ones of layers above this one, by import path."""
+"""Those of layers above this one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,11 +126,10 @@ def verifier_from(
             raise ConfigError(f"verifier '{given.name}' is already made and takes no arguments ({', '.join(args)})")
         return given
     label = name or _label(given)
-    function = _load(given) if isinstance(given, str) else given
-    inline = function in BUILTIN.values()
+    function = load_object(given, "verifier", {**BUILTIN, **ELSEWHERE}) if isinstance(given, str) else given
     if inspect.isclass(function):
         function, args = _instance(function, args, f"verifier '{label}'"), {}
-    inline = inline or isinstance(function, Options)
+    inline = isinstance(function, Options) or str(getattr(function, "__module__", "")).startswith("upswing.verify.")
     if not callable(function):
         raise ConfigError(f"verifier '{label}' must be a function, got {type(function).__name__}")
     fields = _fields_of(function, args, label)
@@ -143,13 +141,6 @@ def _label(given: Any) -> str:
         return given.rpartition(":")[2] or given
     target = given.func if isinstance(given, functools.partial) else given
     return str(getattr(target, "__name__", None) or getattr(target, "name", None) or type(target).__name__)
-
-
-def _load(spec: str) -> Any:
-    if spec in BUILTIN:
-        return BUILTIN[spec]
-    paths = {key: f"{function.__module__}:{function.__name__}" for key, function in BUILTIN.items()}
-    return load_object(spec, "verifier", {**paths, **ELSEWHERE})
 
 
 def check_arguments(cls: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
