@@ -231,8 +231,8 @@ def levels_of(kind: str, done: float) -> dict[str, float]:
 def run(
     kind: str, seed: int, *, steps: int = 60, batch: int = 64, fault: str | None = None, first: int = 1
 ) -> tuple[list[Row], list[float]]:
-    """(rows, expected success by step). The fault sets in, and learning stops, after a third; its harm comes when most of
-    it is there."""
+    """(rows, expected success by step). The fault sets in, and learning stops, after a third; its harm comes
+    when most of it is there."""
     rng = np.random.default_rng([seed, steps, batch])
     onset, ramp = steps // 3, max(4, steps // 4)
     levels = []
@@ -263,11 +263,17 @@ def _batches(v_T: dict[str, Array], batch: int, rng: np.random.Generator) -> dic
     mean_TP, reward_T = rewards_TPG.mean(2), rewards_TPG.mean((1, 2))
     strict_T = np.where(np.isnan(v_T["strict"]), 0.95 * reward_T, v_T["strict"])
     return {
-        "reward": reward_T, "reward_std": rewards_TPG.std((1, 2)), "group_reward_std": rewards_TPG.std(2).mean(1),
-        "too_easy_frac": (mean_TP == 1).mean(1), "too_hard_frac": (mean_TP == 0).mean(1),
-        "zero_variance_frac": ((mean_TP == 0) | (mean_TP == 1)).mean(1), "num_trajectories": np.full(steps, batch),
-        "score_answer": reward_T, "score_strict": rng.binomial(batch, strict_T) / batch,
-        "num_errored": rng.binomial(batch, v_T["errored"]), "num_unscored": np.zeros(steps),
+        "reward": reward_T,
+        "reward_std": rewards_TPG.std((1, 2)),
+        "group_reward_std": rewards_TPG.std(2).mean(1),
+        "too_easy_frac": (mean_TP == 1).mean(1),
+        "too_hard_frac": (mean_TP == 0).mean(1),
+        "zero_variance_frac": ((mean_TP == 0) | (mean_TP == 1)).mean(1),
+        "num_trajectories": np.full(steps, batch),
+        "score_answer": reward_T,
+        "score_strict": rng.binomial(batch, strict_T) / batch,
+        "num_errored": rng.binomial(batch, v_T["errored"]),
+        "num_unscored": np.zeros(steps),
         "num_drift_events": rng.binomial(3 * batch, np.minimum(1, v_T["drift"] * (v_T["turns"] - 1) / 3)),
     }
 

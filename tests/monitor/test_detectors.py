@@ -61,7 +61,7 @@ def test_healthy_runs_raise_no_alarm(kind: str):
     false = {}
     for seed in range(SEEDS):
         rows, _ = run(kind, seed + 100, steps=(20, 45, 90)[seed % 3], batch=BATCHES[seed % 4])
-        for end in (len(rows) // 2, len(rows) * 3 // 4, len(rows)):
+        for end in (len(rows) * 2 // 3, len(rows)):
             if found := serious(judged(rows[:end])):
                 false[seed] = found
     assert len(false) <= 0.05 * SEEDS, false

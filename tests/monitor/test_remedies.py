@@ -39,15 +39,15 @@ METHODS = [name for name in vars(Menu) if not name.startswith("_") and name not 
 
 
 def stages() -> list[RlStage]:
-    """Every algorithm in every variant that its rules allow."""
+    """GRPO in every variant that its rules allow, the other algorithms in a third of them each."""
     made = []
-    for algorithm in PRESETS:
-        for variant in VARIANTS:
+    for index, algorithm in enumerate(PRESETS):
+        for variant in VARIANTS if algorithm == "grpo" else VARIANTS[index % 3 :: 3]:
             try:
                 made.append(RlStage.model_validate({"stage": "rl", "steps": 100, "algorithm": algorithm, **variant}))
             except ValueError:
                 continue
-    assert len(made) > 100
+    assert len(made) > 40
     return made
 
 

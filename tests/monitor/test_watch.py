@@ -39,7 +39,7 @@ def scripted(script: str) -> Watch:
         (".iiwwccc", {1: "began", 3: "worse", 5: "worse"}),
         (".cwcwc", {1: "began"}),
         (".w.w..w", {1: "began"}),
-        (".w....w", {1: "began", 1 + CALM: "ended", 6: "began"}),
+        (".w......w", {1: "began", 1 + CALM: "ended", 8: "began"}),
     ],
 )
 def test_news_come_once(script: str, news: dict[int, str]):
@@ -55,8 +55,8 @@ def test_an_evaluation_row_of_the_same_step_is_no_news():
 
 
 def test_summary_covers_the_course():
-    watch = scripted(".iwc....")
-    watch.replay({"step": step} for step in range(8))
+    watch = scripted(".iwc......")
+    watch.replay({"step": step} for step in range(10))
     (row,) = watch.summary
     assert (row.worst, row.found, row.ended, row.status) == ("critical", 1, 3 + CALM, "ok")
     assert row.finding is not None

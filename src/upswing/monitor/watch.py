@@ -10,7 +10,7 @@ from upswing.monitor.detectors import DETECTORS, judge
 from upswing.monitor.findings import SEVERITIES, Finding, Judgement, Severity, Status
 from upswing.monitor.history import History, Trajectories
 
-CALM = 3
+CALM = 5
 """Steps without a finding after which it has ended; a shorter gap is noise and goes untold."""
 
 
@@ -107,7 +107,8 @@ class Watch:
         course.ended = None
         if worse:
             course.told = finding.severity
-            course.worst = max((course.worst or finding.severity, finding.severity), key=_level)
+            if course.worst is None or _level(finding.severity) > _level(course.worst):
+                course.worst = finding.severity
             return News(kind="began" if began else "worse", finding=finding, step=step)
         return None
 

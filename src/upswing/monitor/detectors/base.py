@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -20,7 +20,7 @@ class Verdict:
     evidence: list[str]
     causes: list[tuple[float, str]] = field(default_factory=list)
     """(weight by what the other signals say, hypothesis)."""
-    remedies: list[Remedy | None] = field(default_factory=list)
+    remedies: Sequence[Remedy | None] = ()
     """The best first; None: not applicable to this recipe."""
     examples: tuple[str, ...] = ()
 

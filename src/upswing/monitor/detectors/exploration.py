@@ -10,7 +10,7 @@ from upswing.monitor.detectors.base import Verdict
 from upswing.monitor.detectors.readings import Readings, fact, percent, right, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
-from upswing.monitor.stats import rolling_median
+from upswing.monitor.stats import median, rolling_median
 
 LEAST = 5
 """Steps after which even a run without any signal is called so."""
@@ -128,8 +128,10 @@ def advantage_collapse(r: Readings) -> Verdict | None:
     mostly_easy = easy > 0.6 * flat
     if grown and (mostly_easy or r.solved):
         return None
-    severity: Severity = "info" if flat < 0.7 else "critical" if flat >= 0.97 and steps >= LEAST else "warning"
-    start = float(np.median(r.known("zero_variance_frac").values[:3]))
+    start = median(r.known("zero_variance_frac").values[:3])
+    mild = flat < 0.7 or (mostly_easy and start < 0.5)
+    lost = flat >= 0.97 and len(r.known("zero_variance_frac").values) >= LEAST
+    severity: Severity = "info" if mild else "critical" if lost else "warning"
     evidence = [
         f"{percent(flat)} of the groups had one reward only (limit: 50 %), {percent(start)} at the start",
         f"{percent(easy)} of the groups all succeed, {percent(hard)} all fail alike",

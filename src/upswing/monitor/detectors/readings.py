@@ -14,8 +14,8 @@ from upswing.monitor.history import History
 from upswing.monitor.stats import MEDIAN_ERROR, Trend, change_point, median, rolling_median, step_noise, trend
 from upswing.trajectory.types import Trajectory
 
-LEVEL, NOW = 5, 3
-"""Steps that a median is over: of a level at most, and of what changes now; fewer in a short run."""
+LEVEL, NOW, WIDE = 5, 3, 7
+"""Steps that a median is over: of a level, of what changes now, and of what scatters; fewer in a short run."""
 WINDOW = 60
 """Newest values that noise is read from, and change points from two thirds as many: bounds the cost of a call."""
 FRESH = 15
@@ -77,16 +77,21 @@ class Readings:
             self._known[name] = Known(steps=self._steps_S[there_S], values=values_S[there_S])
         return self._known[name]
 
+    @cached_property
+    def _paid(self) -> dict[str, float]:
+        """Weights of the scores that make up success, where they aren't all of the reward. A score that was never
+        positive is a penalty, whatever the sign of its weight."""
+        weights: dict[str, float] = {name: one for name, one in (self.facts.get("weights") or {}).items() if one}
+        best = {name: np.nanmax(self.history.series(f"score_{name}"), initial=0.0) for name in weights}
+        paid = {name: weight for name, weight in weights.items() if weight > 0 and best[name] > 0}
+        return paid if len(paid) < len(weights) or self.facts.get("overlong_length") else {}
+
     def _success(self) -> np.ndarray:
         """[S]: the reward without its penalties, where weights and scores tell it: what must not get worse."""
-        weights = self.facts.get("weights") or {}
-        paid = {name: weight for name, weight in weights.items() if weight > 0}
-        if paid and len(paid) < sum(weight != 0 for weight in weights.values()):
-            scores = [weight * self.history.series(f"score_{name}") for name, weight in paid.items()]
-            total_S = np.asarray(np.sum(scores, axis=0))
-            if np.isfinite(total_S).any():
-                return total_S
-        return self.history.series("reward")
+        if not self._paid:
+            return self.history.series("reward")
+        scores = [weight * self.history.series(f"score_{name}") for name, weight in self._paid.items()]
+        return np.asarray(np.sum(scores, axis=0))
 
     def has(self, name: str) -> bool:
         return len(self.known(name).values) > 0
@@ -142,13 +147,13 @@ class Readings:
         """Standard error of the difference of two medians over so many steps."""
         return MEDIAN_ERROR * self.noise(name) * math.sqrt(1 / first + 1 / second)
 
-    def rose(self, name: str, by: float, z: float = SURE) -> bool:
+    def rose(self, name: str, by: float, z: float = SURE, newest: int = NOW) -> bool:
         """Whether it is surely higher than at the start, by at least `by`."""
-        shift = self.shift(name)
+        shift = self.shift(name, newest)
         return shift.diff >= by and shift.z >= z
 
-    def fell(self, name: str, by: float, z: float = SURE) -> bool:
-        shift = self.shift(name)
+    def fell(self, name: str, by: float, z: float = SURE, newest: int = NOW) -> bool:
+        shift = self.shift(name, newest)
         return -shift.diff >= by and -shift.z >= z
 
     def trend(self, name: str, count: int = 20) -> Trend:
@@ -179,7 +184,7 @@ class Readings:
     def ceiling(self) -> float:
         """The best success that there is: the positive weights, or 1 for rewards up to 1; NaN when unknown."""
         weights = self.facts.get("weights") or {}
-        total = float(sum(weight for weight in weights.values() if weight > 0))
+        total = float(sum(weight for weight in (self._paid or weights).values() if weight > 0))
         if self.facts.get("reward_model") or not self.has("success"):
             return math.nan
         best = float(self.known("success").values.max())
@@ -187,10 +192,11 @@ class Readings:
 
     @cached_property
     def gained(self) -> float:
-        """Share of what was to be gained at the start, up to the ceiling, that is gained now; NaN when unknown."""
-        success = self.shift("success")
+        """Share of what was to be gained at the start, up to the ceiling, that is gained now, one standard error more
+        than measured; NaN when unknown."""
+        success = self.shift("success", WIDE)
         room = self.ceiling - success.start
-        return success.diff / room if room > 0.02 else math.nan
+        return (success.diff + self._error("success", LEVEL, WIDE)) / room if room > 0.02 else math.nan
 
     @cached_property
     def solved(self) -> bool:

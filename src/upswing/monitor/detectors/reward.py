@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from upswing.monitor.detectors.base import Verdict
-from upswing.monitor.detectors.readings import Missing, Readings, Shift, fact, percent, right, told
+from upswing.monitor.detectors.readings import WIDE, Missing, Readings, Shift, fact, percent, right, told
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
 from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median
@@ -37,16 +37,16 @@ def _unpaid(r: Readings) -> list[str]:
 def reward_hacking(r: Readings) -> Verdict | None:
     """Reward rises while another measure of the same attempts falls, or stays where it was and the gap opens (z > 3);
     a component takes the reward over while another falls; reward follows length (rank correlation above 0.4) alone."""
-    won, others = r.shift("reward"), _unpaid(r)
+    won, others = r.shift("reward", WIDE), _unpaid(r)
     several = [name for name in r.history.names if name.startswith("variance_share_")]
     if not others and len(several) < 2 and not r.has("reward_length_corr"):
         raise Missing("a score outside the reward (a verifier of weight 0)")
     rising = won.z >= 2.5 and won.diff >= 0.03
     signs, onsets, serious, fooled = [], [], False, ""
     for name in others:
-        one = r.shift(name)
+        one = r.shift(name, WIDE)
         what = name.removeprefix("score_")
-        if rising and r.fell(name, max(0.03, 0.2 * one.start), 3):
+        if rising and r.fell(name, max(0.03, 0.2 * one.start), 3, WIDE):
             signs.append(f"{told(what, one)}, while reward rose from {won.start:.3g} to {won.now:.3g}")
             onsets.append(r.left(name, -1))
             serious = serious or (one.now <= 0.5 * one.start and won.diff >= 0.1)
@@ -105,7 +105,7 @@ def _taken_over(r: Readings, shares: list[str], onsets: list[int]) -> list[str]:
     for name in shares:
         part, score = name.removeprefix("variance_share_"), f"score_{name.removeprefix('variance_share_')}"
         losers = [f"score_{other}" for other, weight in weights.items() if weight > 0 and other != part]
-        lost = [one for one in losers if r.fell(one, max(0.05, 0.2 * r.shift(one).start), 3)]
+        lost = [one for one in losers if r.fell(one, max(0.05, 0.2 * r.shift(one).start), 3, WIDE)]
         if r.now(name) >= 0.5 and r.rose(score, 0.05, 3) and lost:
             signs.append(f"{told(part, r.shift(score))}, has {percent(r.now(name))} of the reward's variance")
             signs += [told(one.removeprefix("score_"), r.shift(one)) for one in lost]
@@ -148,8 +148,8 @@ def overfitting(r: Readings) -> Verdict | None:
         (1.0, "held-out tasks differ from the training tasks"),
     ]
     menu = Menu(r)
-    remedies = [menu.advise(f"Take the checkpoint of step {since}; more or newly generated tasks help further.")]
-    remedies += [menu.more_kl(), menu.lower_lr(), menu.fewer_updates()]
+    advice = menu.advise(f"Take the checkpoint of step {since}; more or newly generated tasks help further.")
+    remedies = [advice, menu.more_kl(), menu.lower_lr(), menu.fewer_updates()]
     return Verdict(severity=severity, since=since, evidence=signs, causes=causes, remedies=remedies)
 
 
