@@ -14,13 +14,13 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from upswing.envs.adapters import library
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Message, Task
+from upswing.trajectory.types import ROLES, Message, Task
 from upswing.verify.options import problem
 from upswing.verify.strict_json import FLOATS
 from upswing.verify.text import one_line
@@ -45,12 +45,15 @@ SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    role: Literal["system", "user", "assistant", "tool"]
+    role: str
     content: str
     name: str | None = None
 
 
 _MESSAGES = TypeAdapter(list[_Message])
+_ID = TypeAdapter[Any](Annotated[str, Field(min_length=1)] | int)
+_TAGS = TypeAdapter(dict[str, str | int | float | bool | None])
+_ANSWERS = TypeAdapter(list[str | int | float])
 _HUB_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
 _Row = tuple[str, dict[str, Any]]
 """(where, for messages; the row)."""
@@ -297,11 +300,11 @@ def _task(row: dict[str, Any], where: str, default_id: str, env: str, split: str
     if own_split is not None and own_split != split:
         raise ConfigError(f"{where}: the row says split '{own_split}' but is read as '{split}'")
     return Task(
-        id=_id(row, where, default_id),
+        id=str(_checked(_ID, row.get("id", default_id), f"{where}: 'id'")),
         messages=_messages(row, where),
         gold=_gold(row, where, require_gold),
         data={key: value for key, value in row.items() if key not in _KNOWN},
-        tags=_tags(row, where),
+        tags={key: str(value) for key, value in _checked(_TAGS, row.get("tags") or {}, f"{where}: 'tags'").items()},
         env=env,
         split=split,
     )
@@ -322,11 +325,12 @@ def _keys(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     return f"keys: {', '.join(map(str, row)) or 'none'}; allowed: {', '.join(columns)}{hint}"
 
 
-def _id(row: Mapping[str, Any], where: str, default: str) -> str:
-    value = row.get("id", default)
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise ConfigError(f"{where}: 'id' must be a string or an integer, got {value!r}")
-    return str(value)
+def _checked(kind: TypeAdapter[Any], value: Any, where: str) -> Any:
+    """A value that is what it should be; nothing is converted."""
+    try:
+        return kind.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise ConfigError(problem(error, where, _Message.model_fields)) from None
 
 
 def _messages(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
@@ -352,33 +356,20 @@ def messages_from(value: Any, where: str, role: str) -> tuple[Message, ...]:
         return (Message(role=role, content=value),)
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where} must be text or a list of messages, not empty; got {str(value)[:80]!r}")
-    try:
-        return tuple(Message(**each.model_dump()) for each in _MESSAGES.validate_python(value))
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {problem(error, 'message', _Message.model_fields)}") from None
+    found = tuple(Message(**each.model_dump()) for each in _checked(_MESSAGES, value, f"{where}: message"))
+    wrong = next((each.role for each in found if each.role not in ROLES), None)
+    if wrong is not None:
+        raise ConfigError(f"{where}: role '{wrong}' is not one of {', '.join(ROLES)}{did_you_mean(wrong, ROLES)}")
+    return found
 
 
 def _gold(row: Mapping[str, Any], where: str, required: bool) -> tuple[str, ...]:
     column = _one_column(row, GOLD_COLUMNS, where)
     values = [] if column is None else row[column]
-    golds = tuple(_answer(value, where, column or "") for value in (values if isinstance(values, list) else [values]))
+    values = values if isinstance(values, list) else [values]
+    golds = tuple(map(str, _checked(_ANSWERS, values, f"{where}: '{column}'")))
+    if not all(map(str.strip, golds)):
+        raise ConfigError(f"{where}: '{column}' has an empty answer")
     if not golds and required:
         raise ConfigError(f"{where}: the row has no answer; {_keys(row, GOLD_COLUMNS)}")
     return golds
-
-
-def _answer(value: Any, where: str, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{where}: '{column}' must be a string, a number or a list of them, got {value!r}"[:200])
-    if not str(value).strip():
-        raise ConfigError(f"{where}: '{column}' has an empty answer")
-    return str(value)
-
-
-def _tags(row: Mapping[str, Any], where: str) -> dict[str, str]:
-    tags = row.get("tags") or {}
-    if not isinstance(tags, dict) or any(isinstance(v, dict | list) for v in tags.values()):
-        raise ConfigError(
-            f'{where}: \'tags\' must be an object of strings such as {{"kind": "easy"}}, got {tags!r}'[:200]
-        )
-    return {key: str(value) for key, value in tags.items()}

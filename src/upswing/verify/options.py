@@ -15,6 +15,8 @@ from upswing.errors import ConfigError, did_you_mean
 
 REQUIRED: Any = object()
 """The value of a class attribute that has to be given."""
+_KEY = re.compile(r"(?!(?:str|int|float|bool|none|constrained-\w+)$)[\w-]+")
+"""What of a place is no name of a type, of which a union has one for each of its parts."""
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -80,7 +82,7 @@ def problem(error: ValidationError, name: str = "", known: Iterable[str] = ()) -
     found = error.errors(include_url=False)
     # What is there but shouldn't be says more than what is missing; of a union, what fits best.
     first = max(found, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
-    path = (str(part) for part in first["loc"] if re.fullmatch(r"[\w-]+", str(part)))  # no names of types
+    path = (str(part) for part in first["loc"] if _KEY.fullmatch(str(part)))
     where, message = ".".join(filter(None, (name, *path))), str(first["msg"])
     if first["type"] in ("missing", "json_invalid"):
         return ": ".join(filter(None, (where, message)))
