@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,7 @@ import typer
 
 from upswing.cli.common import UnsafeLocal, is_run_folder, one_line_errors, recipe_of
 from upswing.errors import ConfigError
-from upswing.recipe import Recipe, check_same, load_recipe
+from upswing.recipe import EvalStage, Recipe, RlStage, SftStage, check_same, load_recipe
 
 
 def run_command(
@@ -26,8 +28,17 @@ def run_command(
 ) -> None:
     """Run all stages of a recipe. Everything that it does is kept in the run folder."""
     started: list[Path] = []
+    several = "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1  # under torchrun
     with one_line_errors(on_interrupt=lambda: _how_to_resume(started)):
+        if several and int(os.environ.get("RANK", "0")) > 0:
+            if not dry_run:
+                from upswing.learn.sharded import follow
+
+                follow()
+            return
         config = recipe_of(recipe, overrides, unsafe_local=unsafe_local)
+        if several:
+            check_ranks(config)
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
 
@@ -46,7 +57,28 @@ def run_command(
         except OSError as problem:
             raise ConfigError(f"--out: can't make the folder '{folder}' ({problem.strerror})") from None
         started.append(folder)
-        run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
+        around: AbstractContextManager[None] = nullcontext()
+        if several:
+            from upswing.learn.sharded import lead
+
+            around = lead()
+        with around:
+            run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Raises ConfigError for what isn't done on several ranks."""
+    for stage in recipe.stages:
+        if isinstance(stage, EvalStage):
+            continue
+        where = f"stages.{stage.name}"
+        if not isinstance(stage, SftStage | RlStage):
+            raise ConfigError(f"{where}: a {stage.stage} stage runs on one rank; start this recipe without torchrun")
+        for key in ("lora", "critic"):
+            if getattr(stage, key, None) is not None:
+                raise ConfigError(f"{where}.{key} works on one rank; leave it out, or start without torchrun")
+        if (wanted := stage.gradient_checkpointing) and wanted is not True:
+            raise ConfigError(f"{where}.gradient_checkpointing: {wanted} GB; allowed on several ranks: true, false")
 
 
 def choose_folder(source: Path, recipe: Recipe, out: Path | None, resume: bool) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from upswing.learn.activations import RECOMPUTE_COST, Fits
-from upswing.learn.checkpoint import load_checkpoint, save_checkpoint
+from upswing.learn.checkpoint import SHARDS, load_checkpoint, load_optimizer, save_checkpoint
 from upswing.learn.in_place import gradients_in_place
 from upswing.learn.metrics import Tally
 from upswing.learn.modes import mode
@@ -133,6 +133,11 @@ class Trainer:
         if not packs:
             tally.counts["steps_skipped"] += 1
             return
+        tally.add_value("loss", self._accumulate(packs, objective, tally))
+        self._apply_gradient(tally)
+
+    def _accumulate(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> float:
+        """Forward and backward of every pack -> their loss."""
         total = 0.0
         for one in packs:
             recompute = self._fits.recomputes(one)
@@ -146,11 +151,11 @@ class Trainer:
             total += float(part.detach())
             tally.counts["tokens"] += one.num_tokens
             tally.counts["tokens_recomputed"] += one.num_tokens * recompute
-        tally.add_value("loss", total)
-        self._apply_gradient(tally)
+        return total
 
     def _apply_gradient(self, tally: Tally) -> None:
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
+        found: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
+        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)  # of shards: not their own alone
         if math.isfinite(norm):
             tally.add_value("grad_norm", norm)
         if 0.0 < norm < math.inf:
@@ -187,7 +192,10 @@ class Trainer:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+        if state["optimizer"] is None:
+            load_optimizer(state["folder"] / SHARDS, self.model, self._optimizer)
+        else:
+            self._optimizer.load_state_dict(state["optimizer"])
         self.version, self.updates = state["version"], state["updates"]
         self._rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["torch_rng"])

@@ -15,13 +15,13 @@ from upswing.algo.advantage import ema_baseline
 from upswing.algo.kl import adaptive_kl_coef, kl_clamped, kl_reward
 from upswing.algo.regularise import adaptive_entropy_coef
 from upswing.learn.critic import Critic
-from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
 from upswing.learn.reference import Reference
 from upswing.learn.reward_model import score_steps, score_trajectories
 from upswing.learn.rows import TrainRow, at_loss, spread
 from upswing.learn.schedule import Schedule
+from upswing.learn.sharded import make_learner
 from upswing.models.heads import scalar_model
 from upswing.recipe import RlStage
 from upswing.stages.context import RunContext
@@ -42,7 +42,7 @@ class PolicyMethod:
         self._source = source = context.recipe.source_of(index, stage.from_)
         head = stage.critic is not None and stage.critic.kind == "head"
         only_critic = 0 if stage.critic is None else stage.critic.warmup_steps
-        self.learner = Learner(
+        self.learner = make_learner(
             context.adapted(context.source_model(source), stage),
             ref_model=context.source_model(source) if stage.kl_coef and stage.lora is None else None,
             value_head=head,
@@ -111,7 +111,7 @@ class PolicyMethod:
             signals |= self._train_critic(rows, returns, values)
         if stage.critic is not None and stage.critic.kind == "head" and returns is not None and values is not None:
             rows = [replace(r, returns=a, old_values=b) for r, a, b in zip(rows, returns, values, strict=True)]
-        probe = Probe(learner, rows, temperature=stage.temperature, passes=stage.updates_per_batch, old=old)
+        probe = Probe(learner, rows, temperature=stage.temperature, passes=stage.updates_per_batch)
         update = None
         if stage.critic is None or step >= stage.critic.warmup_steps:
             update = learner.rl_update(rows, self._options(), old=old)
