@@ -21,7 +21,7 @@ from upswing.recipe.fields import (
     refuse,
 )
 from upswing.recipe.presets import EFFECTS, LENGTH_NORMALISED, PRESETS, SEQUENCES
-from upswing.recipe.rl_base import CriticSection, RlBase
+from upswing.recipe.rl_base import CriticSection, CurriculumSection, RlBase
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Algorithm = Literal["custom", *PRESETS]  # type: ignore[valid-type]
@@ -161,6 +161,9 @@ class RlStage(RlBase):
     dynamic_sampling: Count | None = Field(
         default=None,
         description="Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one.",
+    )
+    curriculum: CurriculumSection | None = Field(
+        default=None, description="Choose tasks by the success of their kind; null: as the stream has them."
     )
     max_staleness: CountOrZero = Field(
         default=0,

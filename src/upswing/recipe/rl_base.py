@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from upswing.recipe.fields import Bool, Count, CountOrZero, Float, Int, Positive, Section, refuse
+from upswing.recipe.fields import Bool, Count, CountOrZero, Float, Int, Positive, Section, Text, refuse
 from upswing.recipe.lora import refuse_dropout
 from upswing.recipe.training import TrainStage
 
@@ -19,6 +19,13 @@ class EarlyWarning(Section):
         default=1.0, description="Warn when at least this share of trajectories was truncated."
     )
     stop: Bool = Field(default=False, description="End the run with an error instead of only warning.")
+
+
+class CurriculumSection(Section):
+    """Prefers kinds of tasks that the agent solves sometimes: a kind's weight is s (1 - s) + floor, s its success."""
+
+    tag: Text = Field(default="kind", description="The tasks' tag that says of which kind they are.")
+    floor: Positive = Field(default=0.02, description="What is always or never solved keeps this weight.")
 
 
 class CriticSection(Section):

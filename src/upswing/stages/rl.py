@@ -6,7 +6,7 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from upswing.monitor.safeguards import LEFT_OUT, RESETS, Action
 from upswing.recipe import RlStage
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.rl import GROUPED
+from upswing.rollout.sampler import Sampler
 from upswing.rollout.scheduler import Counts, Pace, Scheduler
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
@@ -66,7 +67,9 @@ class _Training:
     """Steps in a row, from the first on, in which nothing could be learned."""
     train_s: float = 0.0
     """Wall time of the finished steps, sampling included, evaluations left out."""
-    tasks: _Tasks
+    tasks: Sampler
+    taken: list[tuple[int, Group]] = field(default_factory=list)
+    """Numbers and groups of this step, whose update isn't finished."""
     gate: asyncio.Semaphore
     scheduler: Scheduler[Group] = field(init=False)
     counts: Counts = field(default_factory=Counts)
@@ -157,6 +160,10 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     if (action := training.guard.decide(training.step + 1)) is not None:
         await _carry_out(context, training, action)
     training.scheduler.advance()  # last: after a rollback, what was sampled before it counts as older
+    for number, group in training.taken:
+        training.tasks.learned(group.task, _success(group))
+        training.tasks.forget([number])
+    training.taken.clear()
 
 
 async def _carry_out(context: RunContext, training: _Training, action: Action) -> None:
@@ -173,7 +180,7 @@ async def _carry_out(context: RunContext, training: _Training, action: Action) -
     if RESETS in action.changes and training.learner.reference is not None:
         training.learner.reference.refresh()
     if LEFT_OUT in action.changes:
-        training.tasks.leave_out(action.changes[LEFT_OUT][1])
+        training.tasks.left_out = frozenset(action.changes[LEFT_OUT][1])
 
 
 async def _groups(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> list[Group]:
@@ -200,7 +207,7 @@ async def _take(context: RunContext, stage: RlStage | DistillStage, training: _T
         training.shown = shown
         taken = await training.scheduler.take(more=more)
         training.shown = None
-    training.tasks.forget(taken.numbers)
+    training.taken += zip(taken.numbers, taken.groups, strict=True)
     training.counts += taken.counts
     return list(taken.groups)
 
@@ -211,7 +218,7 @@ async def _play(
     """Sample, score and check a group. Its seed is its number's, so that a resumed run samples what it would have."""
     rollouts = replace(context.rollouts_at(training.scheduler.version), gate=training.gate)
     (group,) = await rollouts.groups(
-        [training.tasks.take(number)],
+        [_task(stage, training.tasks, number)],
         size=stage.group_size,
         sampling=context.sampling(temperature=stage.temperature),
         seed=derive_seed(context.recipe.seed, stage.name, "group", number, attempt),
@@ -221,40 +228,29 @@ async def _play(
     return group
 
 
-class _Tasks:
-    """The stage's tasks by number: its stream, of which each is made once."""
+def _sampler(context: RunContext, stage: RlStage | DistillStage) -> Sampler:
+    """Of the stage's tasks."""
+    seed = derive_seed(context.recipe.seed, stage.name, "tasks")
+    chosen = stage.curriculum if isinstance(stage, RlStage) else None
+    options = {} if chosen is None else {"tag": chosen.tag, "floor": chosen.floor}
+    return Sampler(stream=lambda: context.tasks.stream("train", seed), seed=seed, **options)
 
-    def __init__(self, context: RunContext, stage: RlStage | DistillStage) -> None:
-        self._stage = stage
-        self._stream = context.tasks.stream("train", derive_seed(context.recipe.seed, stage.name, "tasks"))
-        self._made: dict[int, Task] = {}
-        self._next = 0
-        self.left_out: list[tuple[int, list[str]]] = []
-        """(the first number that it holds for, ids of tasks that are passed over), oldest first."""
 
-    def leave_out(self, ids: list[str]) -> None:
-        """Pass over these tasks from the next one on, instead of others before."""
-        self.left_out.append((self._next, ids))
-
-    def take(self, number: int) -> Task:
-        """Raises UpswingError when there are not so many."""
-        while self._next <= number:
-            passed = next((ids for first, ids in reversed(self.left_out) if first <= self._next), ())
-            if (task := next((one for one in self._stream if one.id not in passed), None)) is None:
-                break
-            self._made[self._next] = task
-            self._next += 1
-        if number not in self._made:
-            batch, size = number // self._stage.tasks_per_step + 1, self._stage.tasks_per_step
-            raise UpswingError(
-                f"{self._stage.name}: the train tasks ran out at batch {batch}, {size} tasks each; make the stream "
-                "endless, or use fewer steps"
-            )
-        return self._made[number]
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            del self._made[number]
+def _task(stage: RlStage | DistillStage, sampler: Sampler, number: int) -> Task:
+    """Raises UpswingError when there are not so many, or when they lack what a curriculum looks at."""
+    task = sampler.take(number)
+    if task is None:
+        batch, size = number // stage.tasks_per_step + 1, stage.tasks_per_step
+        raise UpswingError(
+            f"{stage.name}: the train tasks ran out at batch {batch}, {size} tasks each; make the stream "
+            "endless, or use fewer steps"
+        )
+    if sampler.tag is not None and sampler.tag not in task.tags:
+        known = ", ".join(sorted(task.tags)) or "none"
+        raise UpswingError(
+            f"{stage.name}.curriculum.tag: task '{task.id}' has no tag '{sampler.tag}'; its tags: {known}"
+        )
+    return task
 
 
 def _age(group: Group, now: int) -> int:
@@ -282,11 +278,21 @@ def _staleness(groups: Sequence[Group], now: int, counts: Counts) -> dict[str, f
     }
 
 
-def _is_informative(group: Group) -> bool:
-    """By the verifier's success where there is one: a shaped reward makes every group look so."""
+def _successes(group: Group) -> list[float]:
+    """By the verifier's success where there is one: a shaped reward spreads in every group. NaN: unknown."""
     scores = [t.score for t in group.trajectories if t.score is not None]
     found = [score.components.get(SUCCESS, score.value) for score in scores]
-    values_B = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
+    return [math.nan if value is None else value for value in found]
+
+
+def _success(group: Group) -> float | None:
+    """The share that solved the task; None: nobody could tell."""
+    known = [min(1.0, max(0.0, value)) for value in _successes(group) if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _is_informative(group: Group) -> bool:
+    values_B = torch.tensor(_successes(group), dtype=torch.float64)
     return bool(informative_groups(values_B, torch.zeros(len(values_B), dtype=torch.long)).any())
 
 
@@ -369,7 +375,7 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
         method=method,
         folder=folder,
         guard=Guard(context, stage, folder),
-        tasks=_Tasks(context, stage),
+        tasks=_sampler(context, stage),
         gate=asyncio.Semaphore(context.rollouts.max_concurrent),
     )
     whole = [path for path in training.folder.glob("step-??????") if method.critic is None or _critic(path).exists()]
@@ -381,6 +387,8 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
         training.step = training.saved = int(newest.name.removeprefix("step-"))
         rows = [row for row in context.metrics.read(stage.name) if "train_s" in row and row["step"] <= training.step]
         training.train_s = float(rows[-1]["train_s"]) if rows else 0.0
+        if "sampler" in method.learner.extra:
+            training.tasks.restore(method.learner.extra["sampler"])
         context.note(f"{stage.name}: resumed after step {training.step}")
     context.metrics.truncate_after(stage.name, training.step if newest else -1)
     context.store.discard_after(stage.name, training.step)
@@ -404,11 +412,12 @@ def _resume_guard(training: _Training, newest: Path | None) -> None:
     """What the watch knew, and what the safeguards had changed when `newest` was saved."""
     method, saved = training.method, training.learner.extra.get("safeguards")
     training.guard.resume(saved)
-    if newest is not None and saved is not None and isinstance(method, PolicyMethod):
-        training.tasks.left_out = saved["left_out"]
-        if (now := training.guard.now) is not training.guard.stage and isinstance(now, RlStage):
-            method.change(now)
-            method.learner.load(newest)  # again: what the change has set anew, a reference too, was adapted since
+    now = training.guard.now
+    if newest is None or saved is None or now is training.guard.stage:
+        return
+    assert isinstance(method, PolicyMethod) and isinstance(now, RlStage)
+    method.change(now)
+    method.learner.load(newest)  # again: what the change has set anew, a reference too, was adapted since
 
 
 def _save(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> None:
@@ -417,8 +426,9 @@ def _save(context: RunContext, stage: RlStage | DistillStage, training: _Trainin
         return
     path = training.folder / MODEL_OF_STEP.format(training.step)
     training.learner.extra["scheduler"] = training.scheduler.state()  # of which tasks a resumed run goes on with
+    training.learner.extra["sampler"] = training.tasks.state()
     if training.guard.names:
-        training.learner.extra["safeguards"] = {**training.guard.past.to_json(), "left_out": training.tasks.left_out}
+        training.learner.extra["safeguards"] = training.guard.past.to_json()
     if training.method.critic is not None:  # first, so that a policy never stands without it
         training.method.critic.save(_critic(path))
     training.learner.save(path, tokenizer=context.tokenizer)
