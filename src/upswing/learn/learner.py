@@ -54,6 +54,8 @@ class Learner(Trainer):
             self._parameters += list(self.value_head.parameters())
             self._optimizer.add_param_group({"params": list(self.value_head.parameters()), "weight_decay": 0.0})
         self.reference = Reference(model, ref_model) if ref_model is not None or is_adapted(model) else None
+        self.old_logprobs: Sequence[np.ndarray] = ()
+        """[T] a row of the last `rl_update`: before it, NaN where nothing was computed."""
 
     def forward(self, one: Pack, temperature: float, tally: Tally) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """policy_logprobs [M] and entropy [M] of a pack's loss tokens, with gradient and counted in `tally`, and the
@@ -125,6 +127,7 @@ class Learner(Trainer):
                 if options.kl_stop is not None and moved > options.kl_stop:
                     tally.counts["steps_stopped"] = len(order) - number - 1
                     break
+            self.old_logprobs = _own_before(rows, tally) if old is None else old
         return update_metrics(tally)
 
     def _old_logprobs(
@@ -161,6 +164,8 @@ class Learner(Trainer):
             policy_M, entropy_M, hidden_MH = self.forward(one, options.temperature, tally)
             slot_M = one.slot_M.to(self.device)
             part, old_M = flat.at(slot_M), policy_M.detach() if old_N is None else old_N[slot_M]
+            if old_N is None:
+                tally.add_all(old=old_M, slot=slot_M)
             chosen_M = None if selected_N is None else selected_N[one.slot_M].to(self.device)
             terms = policy_loss(policy_M, old_M, part, chosen_M, options)
             loss_M = terms.loss_N * _sample_weights(policy_M, old_M, part, options, tally)
@@ -368,7 +373,7 @@ def _tally_policy(tally: Tally, terms: LossTerms, policy_M: torch.Tensor, old_M:
     for name in ("ratio", "clipped_low", "clipped_high", "dual_clipped"):
         tally.add(name, getattr(terms, f"{name}_N"))
     tally.add_max("ratio", terms.ratio_N.detach())
-    tally.add_all("ratio", terms.ratio_N)
+    tally.add_all(ratio=terms.ratio_N)
     tally.add("kl_old", kl_k3(old_M, policy_M))
     tally.add("logprob_good", policy_M[part.advantages_N > 0])
     tally.add("logprob_bad", policy_M[part.advantages_N < 0])
@@ -380,6 +385,13 @@ def _tally_policy(tally: Tally, terms: LossTerms, policy_M: torch.Tensor, old_M:
     rho = safe_ratio(old, engine)
     tally.add("rho", rho)
     tally.add("rho_squared", rho.square())
+
+
+def _own_before(rows: Sequence[TrainRow], tally: Tally) -> list[np.ndarray]:
+    """[T] a row: what the policy said in the forward of its only step."""
+    old_N = np.full(tally.counts["loss_tokens"], np.nan, np.float32)
+    old_N[tally.all("slot").astype(np.int64)] = tally.all("old")
+    return list(spread(rows, old_N))
 
 
 def _tally_turns(tally: Tally, entropy_M: torch.Tensor, hidden_MH: torch.Tensor, part: FlatBatch) -> None:

@@ -39,7 +39,7 @@ class Mean:
 
 @dataclass(kw_only=True)
 class Tally:
-    """One update's means over loss tokens by name, maxima, counts, and values of which quantiles are told."""
+    """One update's means over loss tokens by name, maxima, counts, and values that are needed one by one."""
 
     lr: float = math.nan
     seconds: float = math.nan
@@ -60,9 +60,14 @@ class Tally:
         if values_N.numel():
             self.maxima[name] = max(self.maxima.get(name, -math.inf), float(values_N.max()))
 
-    def add_all(self, name: str, values_N: torch.Tensor) -> None:
+    def add_all(self, **values_N: torch.Tensor) -> None:
         """Keep every value; memory is that of the update's loss tokens."""
-        self.values.setdefault(name, []).append(values_N.detach().float().cpu().numpy())
+        for name, found_N in values_N.items():
+            self.values.setdefault(name, []).append(found_N.detach().cpu().numpy())
+
+    def all(self, name: str) -> np.ndarray:
+        """[N] in the order added."""
+        return np.concatenate([*self.values.get(name, ()), np.zeros(0, np.float32)])
 
     def add_squares(self, name: str, values_N: torch.Tensor) -> None:
         if values_N.numel():
@@ -77,7 +82,7 @@ class Tally:
 
     def quantiles(self, name: str, levels: Iterable[float]) -> list[float]:
         """NaN without values."""
-        values_N = np.concatenate([*self.values.get(name, ()), np.zeros(0, np.float32)])
+        values_N = self.all(name)
         return [float(np.quantile(values_N, level)) if len(values_N) else math.nan for level in levels]
 
     def mean(self, name: str) -> Mean:

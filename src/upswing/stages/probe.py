@@ -21,7 +21,8 @@ from upswing.trajectory.types import Group, Int32T
 
 FORWARDS = 3
 DISPLACEMENT_SHARE, FIRST_TURN_SHARE = 0.02, 0.01
-"""Of a step's forwards, on average over steps; but at least a row of either sign, and two pairs, are looked at."""
+"""Of a step's forwards, on average over steps (first turns: of a step that learns from all of its rows); but at least a
+row of either sign, and two pairs, are looked at."""
 EVERY, PAIRS = 5, 6
 """Steps from one look at first turns to the next, and how many of them at most."""
 
@@ -29,50 +30,36 @@ EVERY, PAIRS = 5, 6
 class Probe:
     """Made before an update, asked after it."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        rows: Sequence[TrainRow],
-        *,
-        temperature: float,
-        passes: int = 1,
-        old: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        """`rows` with their advantages. `old`: [T] a row, the policy's log-probs before the update, where they are
-        known; they, or else a forward now, stand in for a sampler's that gave none."""
-        started = time.perf_counter()
+    def __init__(self, learner: Learner, rows: Sequence[TrainRow], *, temperature: float, passes: int = 1) -> None:
+        """`rows` with their advantages; `passes` of the update over them."""
         self._learner, self._temperature = learner, temperature
         signs = [_sign(row) for row in rows]
+        sampled = sum(len(row.loss_positions) for row in rows)
         trained = forward_tokens([row for row, sign in zip(rows, signs, strict=True) if sign])
-        self._cost = FORWARDS * (passes * trained + sum(len(row.loss_positions) for row in rows))
-        chosen = _choose(rows, signs, int(DISPLACEMENT_SHARE * self._cost))
-        self._rows, self._signs = [rows[i] for i in chosen], [signs[i] for i in chosen]
-        self._before = self._when_sampled(None if old is None else [old[i] for i in chosen])
-        self._seconds = time.perf_counter() - started
+        # As if every row were trained: the number of pairs, which bounds what they can say, is then about the same
+        # at every step of a run.
+        self._budget = int(EVERY * FIRST_TURN_SHARE * FORWARDS * (sampled + passes * forward_tokens(rows)))
+        self._chosen = _choose(rows, signs, int(DISPLACEMENT_SHARE * FORWARDS * (sampled + passes * trained)))
+        self._rows, self._signs = [rows[i] for i in self._chosen], [signs[i] for i in self._chosen]
 
     def after(self, groups: Sequence[Group], step: int, update: UpdateMetrics | None) -> dict[str, float]:
         """The change where the update changed anything, the first turns every `EVERY` steps, and what both took."""
         started = time.perf_counter()
         found = self._displacement() if update is not None and update.num_steps else {}
         if step % EVERY == 0:
-            found |= first_turn_information(
-                self._learner, groups, self._temperature, int(EVERY * FIRST_TURN_SHARE * self._cost)
-            )
-        return found | {"probe_s": self._seconds + time.perf_counter() - started}
-
-    def _when_sampled(self, old: Sequence[np.ndarray] | None) -> Sequence[np.ndarray]:
-        """[T] a chosen row: the engine's log-probs, if it gave them for every loss token."""
-        given = [(row.engine_logprobs, row.loss_positions) for row in self._rows]
-        engine = [values for values, at in given if values is not None and np.isfinite(values[at]).all()]
-        if len(engine) == len(given):
-            return engine
-        return self._learner.logprobs(self._rows, self._temperature) if old is None else old
+            found |= first_turn_information(self._learner, groups, self._temperature, self._budget)
+        return found | {"probe_s": time.perf_counter() - started}
 
     def _displacement(self) -> dict[str, float]:
-        """Change of the log-prob of what was sampled, a token; its fall on good rows is likelihood displacement."""
+        """Change of the log-prob of what was sampled, a token; its fall on good rows is likelihood displacement.
+
+        Since before the update, not by the engine's numbers: those of an engine of other arithmetic (int8, say) are
+        higher on what it sampled itself, so that everything would look displaced.
+        """
         now = self._learner.logprobs(self._rows, self._temperature)
+        before = [self._learner.old_logprobs[i] for i in self._chosen]
         at = [row.loss_positions for row in self._rows]
-        change = [(a - b)[i].astype(np.float64) for a, b, i in zip(now, self._before, at, strict=True)]
+        change = [(a - b)[i].astype(np.float64) for a, b, i in zip(now, before, at, strict=True)]
         first = [np.zeros(len(i)) if row.turn is None else row.turn[i] for row, i in zip(self._rows, at, strict=True)]
         good = [i for i, sign in enumerate(self._signs) if sign > 0]
         bad = [i for i, sign in enumerate(self._signs) if sign < 0]
