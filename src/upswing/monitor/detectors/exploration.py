@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from upswing.monitor.detectors.base import Verdict
-from upswing.monitor.detectors.readings import Readings, fact, percent, right, told, wrong
+from upswing.monitor.detectors.readings import NOW, Readings, fact, percent, right, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
 from upswing.monitor.stats import median, rolling_median
@@ -184,7 +184,7 @@ def echo_trap(r: Readings) -> Verdict | None:
     spread, won, signs = r.shift(name), r.shift("success"), _sameness(r)
     if not (spread.now < 0.6 * spread.start and spread.z < -3 and signs) or r.solved:
         return None
-    if r.gained >= 0.5 and not r.now("too_hard_frac") >= 0.25:
+    if r.gained >= 0.5 and not r.now("too_hard_frac", NOW) >= 0.2:
         return None
     if min(won.start, won.now) >= 0 and max(won.start, won.now) <= 1 == r.ceiling:
         explained = math.sqrt(max(won.now * (1 - won.now), 1e-3) / max(won.start * (1 - won.start), 1e-3))
