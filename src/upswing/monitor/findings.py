@@ -53,9 +53,9 @@ class Finding:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Finding:
         """The inverse of `row`; other keys are ignored. Raises KeyError for a row that is no finding."""
-        texts = {name: tuple(row[name]) for name in ("evidence", "causes")}
+        texts: dict[str, Any] = {name: tuple(row[name]) for name in ("evidence", "causes")}
         remedies = tuple(Remedy(text=r["text"], change=r.get("change", {})) for r in row["remedies"])
-        plain = {name: row[name] for name in ("mode", "title", "severity", "stage", "step", "since")}
+        plain: dict[str, Any] = {name: row[name] for name in ("mode", "title", "severity", "stage", "step", "since")}
         return cls(**plain, **texts, remedies=remedies, trajectories=tuple(row.get("trajectories", ())))
 
 

@@ -232,7 +232,7 @@ def _sampler(context: RunContext, stage: RlStage | DistillStage) -> Sampler:
     """Of the stage's tasks."""
     seed = derive_seed(context.recipe.seed, stage.name, "tasks")
     chosen = stage.curriculum if isinstance(stage, RlStage) else None
-    options = {} if chosen is None else {"tag": chosen.tag, "floor": chosen.floor}
+    options: dict[str, Any] = {} if chosen is None else {"tag": chosen.tag, "floor": chosen.floor}
     return Sampler(stream=lambda: context.tasks.stream("train", seed), seed=seed, **options)
 
 
