@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from upswing.errors import ConfigError
 from upswing.learn.lora import ADAPTER, PlainWeights, is_adapted, load_adapter, save_adapter, trained
@@ -112,14 +115,15 @@ def save_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
     """Every rank its shards, into one folder of torch.distributed.checkpoint; called on all ranks."""
     parts = {name: optimizer.state.get(parameter, {}) for name, parameter in trained(model).items()}
     found = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
-    dcp.save(found, checkpoint_id=folder)
+    save(found, checkpoint_id=folder)
 
 
 def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """What `save_optimizer` wrote on any number of ranks, on any number of ranks, one process without any included."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     parameters, found = trained(model), dict[str, torch.Tensor]()
     for name, spec in saved.items():
+        assert isinstance(spec, TensorStorageMetadata)
         parameter = parameters[name.rpartition(".")[0]]
         if spec.size == parameter.shape:
             found[name] = torch.zeros_like(parameter, requires_grad=False)
@@ -127,7 +131,7 @@ def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
             found[name] = torch.zeros(spec.size, dtype=spec.properties.dtype, device=parameter.device)
     with warnings.catch_warnings():  # of loading without ranks
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(found, checkpoint_id=folder)
+        load(found, checkpoint_id=folder)
     optimizer.state.clear()
     for name, value in found.items():
         owner, _, key = name.rpartition(".")
