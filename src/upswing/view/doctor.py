@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from upswing.view.charts import Point, Series, line_chart
-from upswing.view.html import Html, h, join, table
+from upswing.view.html import Html, h, table
+from upswing.view.page import page
 from upswing.view.run_folder import replace_file
 
 CHIPS = {"critical": "bad", "warning": "warn", "info": ""}
@@ -19,7 +17,8 @@ CHIPS = {"critical": "bad", "warning": "warn", "info": ""}
 def write_doctor_page(path: Path, found: Mapping[str, Any], series: Sequence[Mapping[str, tuple[Point, ...]]]) -> None:
     """`found` as `monitor.doctor.report` makes it; `series`: for each of its stages, signal -> (step, value)."""
     parts = [_stage(part, points) for part, points in zip(found["stages"], series, strict=True)]
-    replace_file(path, _page(f"Doctor: {found['source']}", found["verdict"], join(parts)))
+    title = f"Doctor: {found['source']}"
+    replace_file(path, page(title, h("h1", title), h("p", found["verdict"]), *parts))
 
 
 def _stage(part: Mapping[str, Any], points: Mapping[str, tuple[Point, ...]]) -> Html:
@@ -73,23 +72,3 @@ def _read(part: Mapping[str, Any]) -> Html:
         h("p", f"Ignored: {', '.join(part['ignored'])}", class_="muted") if part["ignored"] else None,
         class_="card",
     )
-
-
-def _page(title: str, subtitle: str, body: Html) -> str:
-    style, script = (
-        resources.files("upswing.view").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "js")
-    )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    head = h(
-        "head",
-        h("meta", charset="utf-8"),
-        h("meta", http_equiv="Content-Security-Policy", content=policy),
-        h("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        h("title", title),
-        h("style", Html(style)),
-    )
-    bar = h("div", h("div", h("b", "Upswing"), h("nav"), h("button", "Light / dark", id="theme")), class_="bar")
-    ends = (h("div", id="tip", hidden=True, role="tooltip"), h("div", id="spoken", aria_live="polite", class_="skip"))
-    main = h("main", h("h1", title), h("p", subtitle), body, id="main")
-    return f"<!doctype html>\n{h('html', head, h('body', bar, main, *ends, h('script', Html(script))), lang='en')}\n"

@@ -7,16 +7,14 @@ page's only script keeps anything else from running.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from upswing.view import curves, examples, headline, health, run_folder
 from upswing.view.html import Html, h, join, table
+from upswing.view.page import page
 from upswing.view.run_folder import read_json, read_json_lines, replace_file, write_json
 from upswing.view.text import number
 
@@ -68,47 +66,15 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 def _page(run_dir: Path) -> str:
     metrics = read_json_lines(run_dir / run_folder.METRICS)
     sections = _sections(run_dir, metrics)
-    style, script = (_packaged(name) for name in ("report.css", "report.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    title = run_dir.resolve().name
-    head = h(
-        "head",
-        h("meta", charset="utf-8"),
-        h("meta", http_equiv="Content-Security-Policy", content=policy),
-        h("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        h("title", f"{title} – Upswing report"),
-        h("style", Html(style)),
-    )
-    links = (h("a", name, href=f"#{name.lower()}") for name, _, _ in sections)
-    bar = h(
-        "div",
-        h("div", h("b", "Upswing"), h("nav", *links, aria_label="Sections"), h("button", "Light / dark", id="theme")),
-        class_="bar",
-    )
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    main = h(
-        "main",
+    title, written = run_dir.resolve().name, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return page(
+        f"{title} – Upswing report",
         h("h1", title),
         h("p", _subtitle(metrics), class_="muted"),
         *(h("section", h("h2", heading), body, id=name.lower()) for name, heading, body in sections),
         h("footer", f"Written {written} by Upswing from the files of this run folder."),
-        id="main",
+        links=[(name, name.lower()) for name, _, _ in sections],
     )
-    body = h(
-        "body",
-        h("a", "Skip to content", href="#main", class_="skip"),
-        bar,
-        main,
-        h("div", id="tip", hidden=True, role="tooltip"),
-        h("div", id="spoken", aria_live="polite", class_="skip"),
-        h("script", Html(script)),
-    )
-    return f"<!doctype html>\n{h('html', head, body, lang='en')}\n"
-
-
-def _packaged(name: str) -> str:
-    return resources.files("upswing.view").joinpath(name).read_text(encoding="utf-8")
 
 
 def _subtitle(rows: Sequence[Mapping[str, Any]]) -> str:
