@@ -175,6 +175,7 @@ def test_what_doctor_refuses(tmp_path: Path):
     assert_refused(upswing("doctor", run, "--html", tmp_path / "no" / "x.html"), "no folder")
     assert_refused(upswing("doctor", run, "--follow", "--json"), "leave --json out")
     assert_refused(upswing("doctor", tmp_path / "none"), "isn't there; accepted: an Upswing run folder")
+    assert_refused(upswing("doctor", run / "trainer_stat.json"), "isn't there"), "not the run that it would be in"
     assert_refused(upswing("doctor", trainer_state(tmp_path, True), "--follow"), "for run folders")
     (run / "metrics.jsonl").write_text("")
     assert_refused(upswing("doctor", run), "no metrics of an RL stage yet")

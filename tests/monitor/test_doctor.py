@@ -72,6 +72,13 @@ def test_a_growing_log_tells_only_what_is_new():
     assert one.judgements == examined(0.9, 0.15, 0.14, 0.05, 0.04).judgements
 
 
+def test_a_run_that_was_killed_and_resumed_is_judged_anew():
+    one, resumed = Examination(StageLog(stage="rl", rows=[]), judge), rows(0.9, 0.8, 0.7)
+    one.advance(rows(0.9, 0.15, 0.05, 0.05))
+    one.advance(resumed)
+    assert one.judgements == examined(0.9, 0.8, 0.7).judgements
+
+
 def test_an_evaluation_row_of_the_newest_step_counts():
     one = Examination(StageLog(stage="rl", rows=rows(0.9, 0.8)), judge)
     one.advance()

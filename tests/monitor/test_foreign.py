@@ -256,7 +256,8 @@ def test_numbers_as_they_are_printed(text, expected):
     [
         ("a.bin", b"\0\1\2", "isn't text; accepted: an Upswing run folder"),
         ("a.txt", b"hello world", "isn't a log that doctor knows; accepted: an Upswing run folder"),
-        ("a.jsonl", b"", "isn't a log that doctor knows"),
+        ("a.jsonl", b"", "is empty; accepted: an Upswing"),
+        ("trainer_state.json", b'{\n "log_history": [\n  {\n   "step": 1,', "starts as JSON, but is cut"),
         ("a.jsonl", b'{"step": 1, "name": "x"}', "no row has a step and numbers"),
         ("a.jsonl", b'{"step": 1, "foo": 2, "bar": 3}', r"none of its keys is known \(foo, bar\)"),
         ("a.csv", b"x,y\n1,2\n", "isn't a log that doctor knows"),

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 MAX_FILLED = 50
 JUDGED_STAGES = ("rl", "distill")
-SPREADS = frozenset({"informative_frac", "zero_variance_frac", "too_easy_frac", "too_hard_frac", "group_reward_std"})
 WIDTH = 110
 
 
@@ -82,7 +81,7 @@ def doctor_command(
 def run_folder_of(path: Path) -> Path | None:
     """The Upswing run folder that `path`, also its metrics file, means; None when it is something else."""
     folder = path if path.is_dir() else path.parent
-    if path.is_file() and path.name != METRICS:
+    if folder != path and not (path.is_file() and path.name == METRICS):
         return None
     rows = read_json_lines(folder / METRICS)
     if (folder / RECIPE).is_file() or any("stage" in row and "step" in row for row in rows[:1]):
@@ -104,6 +103,8 @@ def stage_logs(run: Path, wanted: str | None, waiting: bool = False) -> list[Sta
     Raises ConfigError when there is none.
     """
     from upswing.monitor.doctor import StageLog, stored
+    from upswing.monitor.history import unheard
+    from upswing.recipe.rl import GROUPED
 
     recipe = _recipe(run)
     rows = rows_by_stage(run)
@@ -126,7 +127,7 @@ def stage_logs(run: Path, wanted: str | None, waiting: bool = False) -> list[Sta
                 facts=facts,
                 trajectories=trajectories,
                 note=note,
-                unheard=unheard_of(facts),
+                unheard=unheard(facts.get("stage", "rl"), grouped=facts.get("advantage", "group") in GROUPED),
             )
         )
     return logs
@@ -142,7 +143,7 @@ def filled(
     found = {place: played for place in bare[::-stride] if (played := trajectories(rows[place]["step"]))}
     if not found:
         return list(rows), ""
-    from upswing.cli.rescore import _group_of as group_of
+    from upswing.cli.rescore import group_of
     from upswing.stages.rl_metrics import batch_metrics
     from upswing.trajectory.types import Group
 
@@ -187,17 +188,9 @@ def facts_of(recipe: Mapping[str, Any], stage: str) -> dict[str, Any]:
     return {**(recipe.get("limits") or {}), **({"max_turns": turns} if turns else {}), **keys, "weights": weights}
 
 
-def unheard_of(facts: Mapping[str, Any]) -> frozenset[str]:
-    """Signals that mean nothing where no spread of rewards within groups is learned from, or a teacher judges."""
-    from upswing.recipe.rl import GROUPED
-
-    if facts.get("stage") == "distill":
-        return SPREADS | {"kl", "reward_std", "reward_length_corr", "effective_frac"}
-    return frozenset() if facts.get("advantage", "group") in GROUPED else SPREADS
-
-
 def _follow(run: Path, examinations: Sequence[Examination]) -> None:
     """Judge whatever comes until all stages are done or the user has seen enough."""
+    typer.echo(f"following {run}; the report comes when it is done, or at Ctrl-C", err=True)
     try:
         while True:
             done = read_json(run / "state.json") or {}  # before the rows: what was written last is still read

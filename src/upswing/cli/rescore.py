@@ -141,7 +141,7 @@ def _row(item: StoredTrajectory, now: Score | None) -> _Row:
 def _batches(stored: Iterator[StoredTrajectory]) -> Iterator[list[list[StoredTrajectory]]]:
     """Whole groups, which stand together in the store, some at once: a run may hold more than memory does."""
     batch: list[list[StoredTrajectory]] = []
-    for _, group in groupby(stored, lambda x: (x.stage, x.step, _group_of(x.trajectory.id, x.trajectory.task.id))):
+    for _, group in groupby(stored, lambda x: (x.stage, x.step, group_of(x.trajectory.id, x.trajectory.task.id))):
         batch.append(list(group))
         if sum(map(len, batch)) >= _AT_ONCE:
             yield batch
@@ -150,7 +150,7 @@ def _batches(stored: Iterator[StoredTrajectory]) -> Iterator[list[list[StoredTra
         yield batch
 
 
-def _group_of(trajectory: str, task: str) -> str:
+def group_of(trajectory: str, task: str) -> str:
     """What the ids of a group share: of task/seed/row-place all but the place; a batch may hold a task twice."""
     group, _, place = trajectory.rpartition("-")
     return task if not group or "/" in place else group
@@ -189,7 +189,7 @@ def _num_mixed(rows: Sequence[_Row], values: Sequence[float | None]) -> int:
     groups: dict[tuple[int, str], set[float]] = defaultdict(set)
     for row, value in zip(rows, values, strict=True):
         if value is not None:
-            groups[row.step, _group_of(row.id, row.task)].add(value)
+            groups[row.step, group_of(row.id, row.task)].add(value)
     return sum(len(found) > 1 for found in groups.values())
 
 

@@ -66,8 +66,11 @@ class Examination:
     """One stage's verdicts so far, as a watch would have given them while the log was written."""
 
     def __init__(self, log: StageLog, judge: Judge = judge) -> None:
-        self.log, self._judge, self._read = log, judge, 0
-        self._watch = Watch(log.stage, log.facts, judge=judge)
+        self.log, self._judge = log, judge
+        self._start()
+
+    def _start(self) -> None:
+        self._read, self._watch = 0, Watch(self.log.stage, self.log.facts, judge=self._judge)
 
     @property
     def history(self) -> History:
@@ -75,7 +78,11 @@ class Examination:
 
     def advance(self, rows: Sequence[Mapping[str, Any]] | None = None) -> list[News]:
         """Judge what wasn't yet, of `rows` when the log has grown; -> what began, became worse or is over."""
-        self.log = self.log if rows is None else replace(self.log, rows=rows)
+        if rows is not None:
+            rewritten = list(self.log.rows[: self._read]) != list(rows[: self._read])  # the run was killed and resumed
+            self.log = replace(self.log, rows=rows)
+            if rewritten:
+                self._start()
         fresh = self.log.rows[self._read :]
         self._read = len(self.log.rows)
         whole = [i for i, row in enumerate(fresh) if i + 1 == len(fresh) or fresh[i + 1]["step"] != row["step"]]

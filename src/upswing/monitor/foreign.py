@@ -178,7 +178,9 @@ def _load(path: Path) -> tuple[str, Iterator[Row] | Sequence[Row]]:
     for read in (_from_json, _from_console, _from_csv):
         if found := read(path, text):
             return found
-    raise ConfigError(f"'{path}' isn't a log that doctor knows; accepted: {ACCEPTED}")
+    json_like = "starts as JSON, but is cut or has no rows of metrics"
+    why = json_like if text.startswith(("{", "[")) else "isn't a log that doctor knows" if text else "is empty"
+    raise ConfigError(f"'{path}' {why}; accepted: {ACCEPTED}")
 
 
 def _from_folder(folder: Path) -> tuple[str, Iterator[Row] | Sequence[Row]]:

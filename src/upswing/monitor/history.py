@@ -15,6 +15,16 @@ from upswing.trajectory.types import Trajectory
 
 Trajectories = Callable[[int], Sequence[Trajectory]]
 """Step -> the trajectories that it learned from; none where they are not known."""
+_SPREADS = frozenset({"informative_frac", "zero_variance_frac", "too_easy_frac", "too_hard_frac", "group_reward_std"})
+_JUDGED_BY_REWARD = frozenset({"kl", "reward_std", "reward_length_corr", "effective_frac"})
+
+
+def unheard(kind: str, *, grouped: bool) -> frozenset[str]:
+    """Signals without a meaning for a kind of stage: its groups' spread where it isn't `grouped`, so that nothing is
+    learned from it; of a `distill` stage also the KL, which is to the teacher and to fall from wherever it is."""
+    if kind == "distill":
+        return _SPREADS | _JUDGED_BY_REWARD
+    return frozenset() if grouped else _SPREADS
 
 
 class History:

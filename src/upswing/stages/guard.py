@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from upswing.monitor.findings import Finding, Judgement
+from upswing.monitor.history import unheard
 from upswing.monitor.safeguards import (
     LEFT_OUT,
     RESETS,
@@ -34,10 +35,6 @@ from upswing.stages.evaluate import SUCCESS
 from upswing.trajectory.types import Trajectory
 from upswing.view.run_folder import FINDINGS, read_json_lines
 
-SPREADS = {"informative_frac", "zero_variance_frac", "too_easy_frac", "too_hard_frac", "group_reward_std"}
-"""Signals without a meaning where nothing is learned from a spread of rewards within groups."""
-TEACHER = SPREADS | {"kl", "reward_std", "reward_length_corr", "effective_frac"}
-"""Those without one when a teacher judges: the KL is to the teacher, and is to fall from wherever it is."""
 STORED_STEPS = 50
 """Newest steps whose trajectories tell which tasks are solved or hopeless."""
 
@@ -52,8 +49,7 @@ class Guard:
         """The stage with the changes in force."""
         self.names = usable(stage.safeguards, dict(stage)) if isinstance(stage, RlStage) else ()
         self.past = Past()
-        grouped = isinstance(stage, RlStage) and stage.advantage in GROUPED
-        self._unheard = set() if grouped else SPREADS if isinstance(stage, RlStage) else TEACHER
+        self._unheard = unheard(stage.stage, grouped=isinstance(stage, RlStage) and stage.advantage in GROUPED)
         self._watch, self.judgements = self._new_watch(), tuple[Judgement, ...]()
 
     def _new_watch(self) -> Watch:
@@ -167,7 +163,8 @@ class Guard:
         return True
 
     def _decided(self) -> list[str]:
-        """Tasks that were played in two steps of late with one and the same outcome, at most half of those known."""
+        """Further tasks that were played in two steps of late with one and the same outcome; with those that are left
+        out already at most half of those known."""
         last = self.context.store.shards(self.stage.name)[-STORED_STEPS:]
         played: dict[str, dict[int, set[float]]] = {}
         for _, step, _ in last:
@@ -177,7 +174,9 @@ class Guard:
                     played.setdefault(t.task.id, {}).setdefault(step, set()).add(value)
         newest = {task: [values for _, values in sorted(steps.items())[-2:]] for task, steps in played.items()}
         found = [task for task, two in newest.items() if len(two) == 2 and len(two[0] | two[1]) == 1]
-        return found[: len(played) // 2]
+        left = set(self.past.changes().get(LEFT_OUT, ()))
+        room = len(played.keys() | left) // 2 - len(left)
+        return [task for task in found if task not in left][: max(0, room)]
 
 
 def _over(finding: Finding, step: int) -> dict[str, Any]:
