@@ -171,7 +171,11 @@ def test_two_modes_may_have_changed_the_same_key():
     assert played.now.lr == played.base.lr / 4
     played.go(Judgement(mode="overfitting", status="ok"), bad("kl_explosion", "info"), steps=RELEASE)
     assert played.now.lr == played.base.lr / 4, "the later change still holds"
-    played.go(Judgement(mode="kl_explosion", status="ok"), steps=RELEASE + 1)
+    fine = Judgement(mode="kl_explosion", status="ok"), Judgement(mode="overfitting", status="ok")
+    back = played.go(*fine, steps=RELEASE + 1 + COOLDOWN)
+    assert [(a.mode, *a.changes["lr"]) for a in back] == [
+        ("kl_explosion", played.base.lr / 4, played.base.lr / 2), ("overfitting", played.base.lr / 2, played.base.lr)
+    ], "the way it came, with a rest between"  # fmt: skip
     assert played.now == played.base
 
 
@@ -184,6 +188,7 @@ def test_a_critical_finding_rolls_back_a_few_times_and_then_stops_with_the_reaso
     assert actions[3].why.startswith("The kl_explosion: it fell to 0.1. Tried: step 1: lr 2e-05 -> 1e-05, back to the")
     (only,) = Played(["rollback"]).go(bad("error_storm", "critical"), steps=2, best=3)
     assert (only.safeguard, only.rollback, only.changes) == ("rollback", 3, {})
+    assert not Played(["rollback"]).go(bad("reward_hacking", "critical"), best=3), "the reward that lies would choose"
     (stop, *_) = Played().go(bad("error_storm", "critical"), steps=PATIENCE + 1)
     assert stop.safeguard == "stop" and "Tried: nothing that could be tried" in stop.why
     assert not Played(["lr"]).go(bad("error_storm", "critical"), steps=100)

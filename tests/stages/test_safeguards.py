@@ -188,7 +188,8 @@ def test_the_run_stops_with_the_reason_when_nothing_helps(tmp_path: Path, watch:
     monkeypatch.setattr("upswing.monitor.safeguards.PATIENCE", 2)
     watch.script = {1: (("error_storm", "critical"),)}
     with pytest.raises(
-        UpswingError, match=r"rl: stopped at step 3: The error_storm: it rose to 3. Tried: nothing that"
+        UpswingError,
+        match=r"rl: stopped at step 3: The error_storm: it rose to 3. Tried: nothing that .* To try: Slow down",
     ):
         run(small(steps=6, safeguards="auto"), tmp_path / "run")
     assert [row["safeguard"] for row in findings(tmp_path / "run") if row.get("kind") == "action"] == ["stop"]
@@ -241,6 +242,22 @@ def test_solved_tasks_are_left_out_also_after_a_kill(tmp_path: Path, watch: type
     out = killed_after(tmp_path / "whole", tmp_path / "killed", 5)
     run(one, out, resume=True)
     assert tasks(out) == played and same(tmp_path / "whole", out)
+
+
+def test_at_most_half_of_the_tasks_are_left_out_however_often(
+    tmp_path: Path, watch: type[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "STORED_STEPS", 4)
+    watch.script = {4: (("advantage_collapse", "warning"),)}
+    one = small(steps=14, tasks_per_step=3, safeguards=["curriculum"])
+    always = {"env": "tests.stages.test_safeguards:Six", "verifiers": ["tests.stages.test_safeguards:always"]}
+    run(recipe_from({**one.to_dict(), **always}), tmp_path / "run")
+    last = [s.trajectory.task.id for s in TrajectoryStore(tmp_path / "run/trajectories").read("rl") if s.step > 11]
+    assert set(last) == {"3", "4", "5"}
+
+
+def always(messages: tuple[Message, ...]) -> float:
+    return 1.0
 
 
 def test_what_a_signal_does_not_mean_is_not_heard(tmp_path: Path, watch: type[Scripted]) -> None:

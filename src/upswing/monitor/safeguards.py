@@ -189,7 +189,9 @@ def _answer(
     critical = finding.severity == "critical"
     rolled = [a.step for a in done if a.rollback is not None]
     back = None
-    if critical and "rollback" in names and len(rolled) < ROLLBACKS and (not rolled or step - rolled[-1] >= COOLDOWN):
+    # Which weights were better is judged by the reward: not where that is what lies.
+    may = critical and "rollback" in names and mode != "reward_hacking" and len(rolled) < ROLLBACKS
+    if may and (not rolled or step - rolled[-1] >= COOLDOWN):
         back = best
     chosen = _next(mode, situation, past, step, names, fits)
     if chosen is not None:
@@ -201,7 +203,8 @@ def _answer(
     waited = step - max(past.found_since.get(mode, step), last or 0)
     if critical and "stop" in names and waited >= PATIENCE:
         tried = "; ".join(f"step {a.step}: {a.text}" for a in done if a.mode == mode) or "nothing that could be tried"
-        return Action(step=step, mode=mode, safeguard="stop", why=f"{why}. Tried: {tried}")
+        more = f". To try: {finding.remedies[0].text}" if finding.remedies else ""
+        return Action(step=step, mode=mode, safeguard="stop", why=f"{why}. Tried: {tried}{more}")
     return None
 
 
@@ -214,7 +217,7 @@ def _next(
     fits: Callable[[dict[str, Any]], bool],
 ) -> tuple[str, dict[str, Any]] | None:
     """The safeguard tried least for this mode, in the order of its ladder, and its change."""
-    resting = {a.safeguard for a in past.actions if step - a.step < COOLDOWN}
+    resting = _resting(past, step)
     ladder = [name for name in LADDERS.get(mode, ()) if name in names and name not in resting]
     tried = [a.safeguard for a in past.actions if a.mode == mode and not a.takes_back]
     for name in sorted(ladder, key=tried.count):
@@ -227,19 +230,27 @@ def _next(
 def _taken_back(
     mode: str, situation: Situation, past: Past, step: int, fits: Callable[[dict[str, Any]], bool]
 ) -> Action | None:
-    """The newest change for a mode that has been ok for long enough, taken back."""
+    """The newest change for a mode that has been ok for long enough, taken back: after those that later changed the
+    same keys, so that a key goes back the way it came."""
     held = [a for a in past.in_force(mode) if _reversible(a)]
     times = sum(a.takes_back for a in past.actions if a.mode == mode)
     since = max([past.ok_since[mode], *(a.step for a in past.actions if a.mode == mode)])
     if not held or step - since < RELEASE * 2**times:
         return None
     action, left = held[-1], past.changes(without=held[-1])
+    later = past.in_force()[past.in_force().index(action) + 1 :]
+    if any(a.changes.keys() & action.changes.keys() for a in later) or action.safeguard in _resting(past, step):
+        return None
     values = {key: left.get(key, situation.base.get(key)) for key in action.changes}
     if not fits(left):
         return None
     changes = {key: [situation.now.get(key), value] for key, value in values.items()}
     why = f"{mode} has been ok since step {past.ok_since[mode]}"
     return Action(step=step, mode=mode, safeguard=action.safeguard, why=why, changes=changes, takes_back=True)
+
+
+def _resting(past: Past, step: int) -> set[str]:
+    return {a.safeguard for a in past.actions if step - a.step < COOLDOWN}
 
 
 def _acts(one: Judgement) -> bool:
