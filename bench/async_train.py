@@ -50,7 +50,7 @@ from upswing.stages.policy import PolicyMethod
 from upswing.stages.runner import run_recipe
 from upswing.trajectory.types import Task
 
-STEPS, LAST = 30, 5
+STEPS, QUICK_STEPS, LAST = 30, 12, 5
 TASKS, SAMPLES, STALENESS = 8, 8, 2
 TURN_TOKENS, TURN_SPREAD, PROMPT_TOKENS, RESULT_TOKENS = 200, 1.0, 500, 200
 TOOL_S, TOOL_SPREAD = 1.0, 1.0
@@ -167,12 +167,12 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(seeds: Sequence[int], folder: Path) -> dict[str, list[Arm]]:
+def trained(seeds: Sequence[int], folder: Path, steps: int) -> dict[str, list[Arm]]:
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
     for seed in seeds:
         model = cold_start(seed, folder / f"start-{seed}")
         for name, keys in ARMS.items():
-            found[name].append(train(model, seed, folder / f"{name}-{seed}", **keys))
+            found[name].append(train(model, seed, folder / f"{name}-{seed}", steps=steps, **keys))
         told = ", ".join(f"{name} {arms[-1].step_s:.1f} s, {arms[-1].success:.2f}" for name, arms in found.items())
         print(f"seed {seed}: a step and the last success: {told}", flush=True)
     return found
@@ -220,14 +220,14 @@ def simulator_errors(model: str, folder: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two seeds")
+    parser.add_argument("--quick", action="store_true", help="two seeds, fewer steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
     print(describe_machine(("upswing", "torch")))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arms = trained(args.seeds[:2] if args.quick else args.seeds, folder)
+        arms = trained(args.seeds[:2] if args.quick else args.seeds, folder, QUICK_STEPS if args.quick else STEPS)
         errors = simulator_errors(str(folder / f"start-{args.seeds[0]}" / "checkpoints" / "sft" / "final"), folder)
     print(f"{time.perf_counter() - began:.0f} s")
     return finish("async_train", args.quick, figures_of(arms, errors))
