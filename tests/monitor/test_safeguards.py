@@ -17,6 +17,7 @@ from upswing.monitor.safeguards import (
     PATIENCE,
     RELEASE,
     SAFEGUARDS,
+    UNGROUPED,
     Action,
     Past,
     Situation,
@@ -27,6 +28,8 @@ from upswing.monitor.safeguards import (
     usable,
 )
 from upswing.recipe import RlStage, recipe_from
+from upswing.recipe.presets import EFFECTS
+from upswing.recipe.rl import GROUPED
 
 
 def stage(**keys: Any) -> RlStage:
@@ -262,11 +265,16 @@ def test_auto_leaves_out_what_the_stage_cannot_use_and_a_list_is_refused():
         (["correction"], {"correction": "mis"}, "without effect: correction is 'mis' already"),
         (["ref_reset"], {}, "without effect: kl_coef is 0"),
         (["dynamic_sampling"], {"algorithm": "ppo", "group_size": 1}, "a group of 1 never has a spread"),
+        (["curriculum"], {"algorithm": "ppo", "group_size": 4}, "advantage 'gae' learns from groups without a spread"),
     ],
 )
 def test_wrong_and_ineffective_names_are_refused(value: Any, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stage(safeguards=value, **keys)
+
+
+def test_every_advantage_is_known_to_need_a_spread_or_not():
+    assert {*UNGROUPED, *GROUPED} == set(EFFECTS["advantage"]) and not {*UNGROUPED} & {*GROUPED}
 
 
 def test_the_key_survives_a_dump_and_yaml_reads_off_as_false():

@@ -26,6 +26,9 @@ FIRST = 10
 SMOOTH = 5
 """Steps over which the training reward is averaged."""
 
+UNGROUPED = ("reinforce", "reinforce_pp", "remax", "gae")
+"""Advantages for which a group without a spread of rewards is no waste."""
+
 LEFT_OUT, RESETS = "left_out", "reference_resets"
 """Not keys of the stage, but changed like them: ids of tasks that are no longer played; a count."""
 
@@ -357,7 +360,10 @@ def _dynamic_sampling(s: Situation, mode: str) -> dict[str, Any] | None:
 def _grouped(keys: Keys) -> str | None:
     if keys["reward_model"] is not None:
         return "it judges by the verifiers, and reward_model is the reward"
-    return "a group of 1 never has a spread" if keys["group_size"] == 1 else None
+    if keys["group_size"] == 1:
+        return "a group of 1 never has a spread"
+    ungrouped = keys["advantage"] in UNGROUPED
+    return f"advantage '{keys['advantage']}' learns from groups without a spread too" if ungrouped else None
 
 
 def _curriculum(s: Situation, mode: str) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Everything follows from the stored metrics and the checkpoint, so that a resumed
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Guard:
         self.past = Past()
         self._unheard = unheard(stage.stage, grouped=isinstance(stage, RlStage) and stage.advantage in GROUPED)
         self._watch, self.judgements = self._new_watch(), tuple[Judgement, ...]()
+        self._outcomes = lru_cache(maxsize=STORED_STEPS)(self._read_outcomes)
 
     def _new_watch(self) -> Watch:
         turns = getattr(self.context.make_env(), "max_turns", None)
@@ -162,18 +164,23 @@ class Guard:
             return False
         return True
 
+    def _read_outcomes(self, step: int) -> dict[str, set[float]]:
+        """Task -> its successes in a step; asked for at every step of a long advantage collapse."""
+        found: dict[str, set[float]] = {}
+        for t in self._trajectories(step):
+            value = None if t.score is None else t.score.components.get(SUCCESS, t.score.value)
+            if value is not None:
+                found.setdefault(t.task.id, set()).add(value)
+        return found
+
     def _decided(self) -> list[str]:
         """Further tasks that were played in two steps of late with one and the same outcome; with those that are left
         out already at most half of those known."""
-        last = self.context.store.shards(self.stage.name)[-STORED_STEPS:]
-        played: dict[str, dict[int, set[float]]] = {}
-        for _, step, _ in last:
-            for t in self._trajectories(step):
-                value = None if t.score is None else t.score.components.get(SUCCESS, t.score.value)
-                if value is not None:
-                    played.setdefault(t.task.id, {}).setdefault(step, set()).add(value)
-        newest = {task: [values for _, values in sorted(steps.items())[-2:]] for task, steps in played.items()}
-        found = [task for task, two in newest.items() if len(two) == 2 and len(two[0] | two[1]) == 1]
+        played: dict[str, list[set[float]]] = {}
+        for _, step, _ in self.context.store.shards(self.stage.name)[-STORED_STEPS:]:
+            for task, values in self._outcomes(step).items():
+                played.setdefault(task, []).append(values)
+        found = [task for task, sets in played.items() if len(sets) > 1 and len(sets[-1] | sets[-2]) == 1]
         left = set(self.past.changes().get(LEFT_OUT, ()))
         room = len(played.keys() | left) // 2 - len(left)
         return [task for task in found if task not in left][: max(0, room)]
