@@ -10,7 +10,7 @@ import pytest
 
 from upswing.stages.rl_metrics import batch_metrics, early_warning
 from upswing.stages.rows import make_batch
-from upswing.trajectory.types import Branch, Group, Message, Outcome, Score, StopReason, Task, Trajectory
+from upswing.trajectory.types import Branch, DriftEvent, Group, Message, Outcome, Score, StopReason, Task, Trajectory
 
 TASKS = [Task(id=name, messages=(Message(role="user", content="?"),)) for name in "abc"]
 
@@ -83,6 +83,16 @@ def test_the_rule_for_truncated_trajectories(rule: str, reward: float, trained: 
     assert float(rewards[1]) == pytest.approx(reward)
     assert bool(rows[1].loss_mask.any()) is trained
     assert rows[0].loss_mask.tolist() == [False, False, True, True, False, True]
+
+
+def test_only_drift_that_opened_a_branch_is_a_fork() -> None:
+    """A model that splits its text into other tokens than the tokenizer leaves a note at every turn."""
+    drift = [DriftEvent(kind="retokenised", turn=i, forked=False) for i in range(3)]
+    drift += [DriftEvent(kind=kind, turn=3, forked=True) for kind in ("template", "rewritten")]
+    values = batch_metrics(
+        [Group(task=TASKS[0], trajectories=(trajectory(TASKS[0], 0, 1.0, drift=tuple(drift)),))], [1.0]
+    )
+    assert (values["num_drift_events"], values["num_forks"]) == (5, 2)
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,8 @@ def test_of_nothing_nothing_is_said() -> None:
         values = batch_metrics(groups, rewards)
         counts = {name for name, value in values.items() if not math.isnan(value)}
         shares = {"informative_frac", "zero_variance_frac", "too_easy_frac", "too_hard_frac"}
-        assert counts - shares == {"num_trajectories", "num_errored", "num_unscored", "num_drift_events"} | (
-            {"errored_frac", "unscored_frac"} if groups else set()
-        )
+        numbers = {"num_trajectories", "num_errored", "num_unscored", "num_drift_events", "num_forks"}
+        assert counts - shares == numbers | ({"errored_frac", "unscored_frac"} if groups else set())
     assert (values["errored_frac"], values["unscored_frac"]) == (1.0, 0.0)
 
 

@@ -55,6 +55,7 @@ def batch_metrics(
         "errored_frac": errored / len(played) if played else math.nan,
         "unscored_frac": unscored / len(played) if played else math.nan,
         "num_drift_events": sum(len(t.drift) for t in played),
+        "num_forks": sum(event.forked for t in played for event in t.drift),
         **_group_shares(groups, rewards_B),
         **text_signals(groups, rewards_B),
     }

@@ -113,7 +113,7 @@ DETECTORS: tuple[Detector, ...] = (
     Detector(
         mode="retokenisation_drift",
         title="Later prompts aren't what the model had seen",
-        needs=("num_drift_events", "num_trajectories"),
+        needs=("num_forks", "num_trajectories"),
         warm_up=2,
         find=conduct.retokenisation_drift,
     ),

@@ -227,27 +227,30 @@ def control_token_collapse(r: Readings) -> Verdict | None:
     )
 
 
+def _forks(trajectory: Trajectory) -> int:
+    return sum(event.forked for event in trajectory.drift)
+
+
 def retokenisation_drift(r: Readings) -> Verdict | None:
-    """Prompts that don't extend what the model had seen, at many of the joints between turns. They are repaired or
-    branched, so they cost compute; where log-probs disagree too, they cost exactness."""
+    """Prompts that don't extend what the model had seen, at many of the joints between turns. Each opens a branch,
+    which costs compute; where log-probs disagree too, exactness. Drift that could be extended over costs nothing."""
     joints = r.num_trajectories * max(1.0, (r.now("turns") if r.has("turns") else 2.0) - 1)
-    events = r.known("num_drift_events")
-    share = r.now("num_drift_events") / joints
+    share = r.now("num_forks") / joints
     if not share >= 0.15:
         return None
     off = r.now("mismatch_abs", 3) > 0.02 or r.now("mismatch_max", 3) > 5
     severity: Severity = "critical" if off and share >= 0.3 else "warning" if off or share >= 0.3 else "info"
     evidence = [
-        f"{percent(share)} of the joints between turns drifted (limit: 30 %), {r.now('num_drift_events'):.3g} a step"
+        f"{percent(share)} of the joints between turns opened a branch (limit: 30 %), {r.now('num_forks'):.3g} a step"
     ]
     if r.has("mismatch_max"):
         evidence.append(
             f"largest difference of log-probs between sampler and learner {r.now('mismatch_max', 3):.2g} nats"
         )
-    examples = r.examples(lambda t: len(t.drift), lambda t: len(t.drift) > 0)
+    examples = r.examples(_forks, lambda t: _forks(t) > 0)
     causes = [
         (2.0, "the chat template re-renders earlier turns, for instance without their thinking"),
-        (1.0, "text is decoded and encoded again between turns, which merges tokens otherwise"),
+        (1.5, "the environment, or the program that plays, rewrites the conversation"),
     ]
     menu = Menu(r)
     remedies = [
@@ -255,7 +258,7 @@ def retokenisation_drift(r: Readings) -> Verdict | None:
         menu.advise("Take a chat template that leaves earlier turns as they are (`upswing check` tells)."),
         menu.correct() if off else None,
     ]
-    since = r.onset("num_drift_events", 0.15 * joints, 1) if len(events.values) else r.history.step
+    since = r.onset("num_forks", 0.15 * joints, 1)
     return Verdict(
         severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
     )
