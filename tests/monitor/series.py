@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-GROUP = 8
+GROUP, PAIRS = 8, 6
 Row = dict[str, Any]
 Array = npt.NDArray[Any]
 FACTS: dict[str, Any] = {
@@ -88,7 +88,7 @@ def echo_trap(v: dict[str, float], far: float, harm: float) -> None:
 
 def template_collapse(v: dict[str, float], far: float, harm: float) -> None:
     _harm(v, 0.5 * harm)
-    _mix(v, far, mi_first_turn=0.02, mi_retrieval=1 / 64, same_first_turn_frac=0.97)
+    _mix(v, far, mi_first_turn=0.02, mi_retrieval=1 / 6, same_first_turn_frac=0.97)
 
 
 def kl_explosion(v: dict[str, float], far: float, harm: float) -> None:
@@ -206,7 +206,7 @@ def levels_of(kind: str, done: float) -> dict[str, float]:
         "distinct_4": 0.7 - 0.2 * done,
         "novelty": 0.8,
         "same_first_turn_frac": 0.3,
-        "mi_first_turn": 2.5,
+        "mi_first_turn": 1.4,
         "mi_retrieval": 0.8,
         "kl": 0.06 * done,
         "kl_old": 0.002,
@@ -274,21 +274,23 @@ def _batches(v_T: dict[str, Array], batch: int, rng: np.random.Generator) -> dic
         "score_strict": rng.binomial(batch, strict_T) / batch,
         "num_errored": rng.binomial(batch, v_T["errored"]),
         "num_unscored": np.zeros(steps),
-        "num_drift_events": rng.binomial(3 * batch, np.minimum(1, v_T["drift"] * (v_T["turns"] - 1) / 3)),
+        "num_forks": rng.binomial(3 * batch, np.minimum(1, v_T["drift"] * (v_T["turns"] - 1) / 3)),
     }
 
 
 def _signals(v_T: dict[str, Array], batch: int, rng: np.random.Generator) -> dict[str, Array]:
     """Everything else about its level, with noise that falls with the batch."""
     fine, steps = 8 / np.sqrt(batch), len(v_T["success"])
-    found = {name: rng.binomial(batch, np.clip(v_T[name], 0, 1)) / batch for name in SHARES}
+    few = {"displaced_frac": max(4, batch // 16), "same_first_turn_frac": batch // GROUP, "mi_retrieval": PAIRS}
+    found = {name: rng.binomial(few.get(name, batch), np.clip(v_T[name], 0, 1)) for name in SHARES}
+    found = {name: counts / few.get(name, batch) for name, counts in found.items()}
     scatter = {
         **dict.fromkeys(TINY, 0.3),
         **dict.fromkeys(("entropy", "sampled_tokens", "tokens_good", "tokens_bad"), 0.08),
         **dict.fromkeys(("tool_calls", "turns", "ratio_p99"), 0.08),
         **dict.fromkeys(("grad_norm", "grad_good", "grad_bad"), 0.35),
         **dict.fromkeys(("logprob_good", "logprob_bad"), 0.3),
-        "mi_first_turn": 0.15 / fine,
+        "mi_first_turn": 0.2 / fine,
     }
     found |= {name: v_T[name] * rng.lognormal(0, share * fine, steps) for name, share in scatter.items()}
     for name, by in {
@@ -302,5 +304,5 @@ def _signals(v_T: dict[str, Array], batch: int, rng: np.random.Generator) -> dic
     held_T = rng.binomial(64, np.where(v_T["eval"] >= 0, v_T["eval"], v_T["success"])) / 64
     width_T = 1.96 * np.sqrt(np.maximum(held_T * (1 - held_T), 0.01) / 64)
     found |= {"eval_reward": held_T, "eval_low": held_T - width_T, "eval_high": held_T + width_T}
-    found |= {"tokens_max": 3 * v_T["sampled_tokens"], "mi_pairs": np.full(steps, 64.0)}
+    found |= {"tokens_max": 3 * v_T["sampled_tokens"], "mi_pairs": np.full(steps, float(PAIRS))}
     return found | {"num_nonfinite": np.zeros(steps), "lr": np.full(steps, 1e-3), "num_steps": np.full(steps, 4.0)}

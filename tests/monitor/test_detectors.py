@@ -198,3 +198,70 @@ def test_noise_of_a_batch_is_known():
     """32 binary rewards at 0.5 have a standard error of 0.09, however still the series seems."""
     rows = [{"step": i, "reward": 0.5, "reward_std": 0.5, "num_trajectories": 32} for i in range(10)]
     assert Readings(History("rl", rows)).noise("reward") == pytest.approx(0.5 / math.sqrt(32))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("zero_variance_frac", 4),
+        ("same_first_turn_frac", 4),
+        ("displaced_frac", 4),
+        ("mi_retrieval", 6),
+        ("x_frac", 32),
+    ],
+)
+def test_a_share_is_as_noisy_as_what_it_counts_is_few(name: str, count: int):
+    rows = [{"step": i, name: 0.5, "num_trajectories": 32, "mi_pairs": 6} for i in range(10)]
+    assert Readings(History("rl", rows, facts=FACTS)).noise(name) == pytest.approx(0.5 / math.sqrt(count))
+
+
+def test_drift_that_forks_nothing_is_no_fault():
+    noted = [{**row, "num_drift_events": 200} for row in run("learns", 0, steps=30)[0]]
+    assert judged(noted)["retokenisation_drift"].status == "ok"
+    without = [{name: value for name, value in row.items() if name != "num_forks"} for row in noted]
+    assert judged(without)["retokenisation_drift"].missing == ("num_forks",)
+
+
+def test_fewer_pairs_are_no_template():
+    """What a first turn can say about its task is bounded by ln of the number of pairs."""
+    rows = run("flat", 1, steps=40)[0]
+    for row in rows:
+        if "mi_pairs" in row:
+            pairs = 6 if row["step"] < 15 else 2
+            row |= {"mi_pairs": pairs, "mi_first_turn": 0.95 * math.log(pairs), "mi_retrieval": 1.0}
+    assert judged(rows)["template_collapse"].status == "ok"
+
+
+def test_a_reward_that_hardly_rises_while_success_vanishes_is_hacked_at_every_step():
+    rng, rows = np.random.default_rng(0), []
+    for step in range(1, 41):
+        paid, true = 0.75 + 0.08 * min(1, step / 8), 0.12 * max(0.0, 1 - step / 10)
+        shares = {"reward": rng.binomial(64, paid) / 64, "score_strict": rng.binomial(64, true) / 64}
+        rows.append({"step": step, **shares, "reward_std": 0.4, "num_trajectories": 64})
+    found = [judged(rows[:end], {})["reward_hacking"].status == "finding" for end in range(20, 41)]
+    assert np.mean(found) > 0.8
+
+
+def test_groups_that_all_win_or_all_lose_teach_nothing_however_much_was_gained():
+    rows = run("learns", 3, steps=40, batch=512)[0]
+    dead = {"zero_variance_frac": 1.0, "too_easy_frac": 0.72, "too_hard_frac": 0.28, "reward": 0.72}
+    rows = [{**row, **dead} if row["step"] > 25 else row for row in rows]
+    assert "advantage_collapse" in serious(judged(rows))
+
+
+def test_the_luck_of_few_training_tasks_is_no_overfitting():
+    assert "overfitting" not in serious(judged(run("slow", 200, steps=45, batch=32)[0][:28]))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["entropy_collapse", "entropy_explosion", "echo_trap", "kl_explosion", "likelihood_displacement", "repeated_calls"],
+)
+def test_failures_are_found_before_success_has_lost_a_tenth(mode: str):
+    early = 0
+    for seed in range(9):
+        kind = "saturates" if mode == "entropy_collapse" else ("learns", "saturates", "slow")[seed % 3]
+        rows, success = run(kind, seed, steps=STEPS, batch=(64, 128, 512)[seed // 3], fault=mode)
+        lost = int(np.flatnonzero(np.array(success) < 0.9 * np.maximum.accumulate(success))[0])
+        early += mode in serious(judged(rows[:lost]))
+    assert early >= 7

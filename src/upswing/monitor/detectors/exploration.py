@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from upswing.monitor.detectors.base import Verdict
-from upswing.monitor.detectors.readings import NOW, Readings, fact, percent, right, told, wrong
+from upswing.monitor.detectors.readings import NOW, Readings, Shift, fact, percent, right, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
 from upswing.monitor.stats import median, rolling_median
@@ -38,12 +38,15 @@ def entropy_collapse(r: Readings) -> Verdict | None:
     unique, hard = r.shift("unique_frac"), r.now("too_hard_frac")
     spent = h.now < 0.2 and h.now < 0.3 * h.start and h.z < -3
     alike = unique.now < 0.35 and hard >= 0.25
-    if not (spent or (h.now < 0.05 and alike)) or r.solved:
+    since = r.onset("entropy", 0.5 * h.start, -1) if h.z < -3 else int(r.known("entropy").steps[0])
+    # Half of it gone while groups die out in failure: attempts become copies that don't work.
+    dying = h.now < 0.5 * h.start and h.z < -3 and unique.now < 0.75 * unique.start and r.helpless(since)
+    dying = dying and r.rose("too_hard_frac", 0.1, 2) and r.rose("zero_variance_frac", 0.2, 3)
+    if not (spent or dying or (h.now < 0.05 and alike)) or r.solved:
         return None
-    since = r.onset("entropy", 0.5 * h.start, -1) if spent else int(r.known("entropy").steps[0])
     gained, won = r.gained, r.shift("success")
     wasted = gained < 0.3 if not math.isnan(gained) else not r.paid(since)
-    severity: Severity = "warning" if wasted or alike else "info"
+    severity: Severity = "warning" if wasted or alike or dying else "info"
     if severity == "warning" and (r.dropped or (h.now < 0.1 * h.start and hard >= 0.5)):
         severity = "critical"
     evidence = [told("entropy", h, "30 % of it, and 0.2", " nats"), told("success", won)]
@@ -126,10 +129,11 @@ def advantage_collapse(r: Readings) -> Verdict | None:
     won = r.shift("success")
     grown = won.z >= 2 or won.diff >= 0.2
     mostly_easy = easy > 0.6 * flat
-    if grown and (mostly_easy or r.solved):
+    dead = flat - 2 * error >= 0.7 and hard >= 0.2  # nothing is left to learn from, and a fifth never works
+    if grown and (mostly_easy or r.solved) and not dead:
         return None
     start = median(r.known("zero_variance_frac").values[:3])
-    mild = flat < 0.7 or (mostly_easy and start < 0.5)
+    mild = flat < 0.7 or (mostly_easy and start < 0.5 and not dead)
     lost = flat >= 0.97 and len(r.known("zero_variance_frac").values) >= LEAST
     severity: Severity = "info" if mild else "critical" if lost else "warning"
     evidence = [
@@ -211,21 +215,24 @@ def echo_trap(r: Readings) -> Verdict | None:
 
 def template_collapse(r: Readings) -> Verdict | None:
     """First turns no longer depend on the task: their mutual information goes to 0 and retrieval to chance, at a normal
-    entropy (RAGEN-2)."""
-    signs, onsets = [], []
-    mi, hits, same = r.shift("mi_first_turn", 1), r.shift("mi_retrieval", 1), r.shift("same_first_turn_frac")
-    chance = 1 / r.now("mi_pairs") if r.has("mi_pairs") else 0.05
-    enough = len(r.known("mi_first_turn").values) >= 3
-    if enough and mi.start >= 0.1 and mi.now < 0.35 * mi.start and mi.z < -3:
-        signs.append(told("mutual information of task and first turn", mi, "35 % of it", " nats"))
-        onsets.append(r.onset("mi_first_turn", 0.6 * mi.start, -1))
-    if hits.start >= 4 * chance and hits.now <= max(2 * chance, 0.3 * hits.start) and hits.z < -3:
-        signs.append(told("share of first turns that tell their task", hits, f"twice chance, {chance:.2g}"))
-        onsets.append(r.onset("mi_retrieval", 0.6 * hits.start, -1))
-    if same.now >= 0.7 and r.rose("same_first_turn_frac", 0.3):
+    entropy (RAGEN-2). One sign that is sure, or two that lost 40 %."""
+    signs, onsets, sure = [], [], []
+    chance, hits = 1 / r.now("mi_pairs"), r.shift("mi_retrieval", 2)
+    for name, shift, least, what in (
+        ("mi_share", r.shift("mi_share", 1), 0.05, "information on the task in first turns, as a share of the most:"),
+        ("mi_retrieval", Shift(hits.start - chance, hits.now - chance, hits.z), 0.3, "tasks told by it, above chance:"),
+    ):
+        enough = len(r.known(name).values) >= 3 and shift.start >= least
+        if enough and shift.now < 0.6 * shift.start and shift.z < -2:
+            signs.append(told(what, shift, "35 % of it"))
+            onsets.append(r.onset(name, 0.6 * r.shift(name).start, -1))
+            sure.append(shift.now < 0.35 * shift.start and shift.z < -3)
+    if r.now("same_first_turn_frac", NOW) >= 0.5 and r.rose("same_first_turn_frac", 0.2, 2.5):
+        same = r.shift("same_first_turn_frac")
         signs.append(told("share of tasks with the commonest first turn:", same, "0.7"))
         onsets.append(r.left("same_first_turn_frac", 1))
-    if not signs or not r.helpless(min(onsets)):
+        sure.append(same.now >= 0.7 and r.rose("same_first_turn_frac", 0.3))
+    if not (any(sure) or len(signs) >= 2) or not r.helpless(min(onsets)):
         return None
     since = min(onsets)
     severity: Severity = "critical" if r.dropped else "warning"

@@ -20,6 +20,7 @@ WINDOW = 60
 """Newest values that noise is read from, and change points from two thirds as many: bounds the cost of a call."""
 FRESH = 15
 """A signal that no step of the newest so many had counts as missing now; evaluations are rarer and exempt."""
+OF_GROUPS = ("zero_variance_frac", "too_easy_frac", "too_hard_frac", "informative_frac", "same_first_turn_frac")
 SURE = 3.5
 """Standard errors of a change that is no noise, in a run of hundreds of steps with dozens of signals."""
 
@@ -68,9 +69,10 @@ class Readings:
         self._steps_S = history.steps_S
 
     def known(self, name: str) -> Known:
-        """Of a signal, or of `success`."""
+        """Of a signal, of `success`, or of `mi_share`: of the information about the task that a first turn can have."""
         if name not in self._known:
-            values_S = self._success() if name == "success" else self.history.series(name)
+            derived = {"success": self._success, "mi_share": self._mi_share}
+            values_S = derived[name]() if name in derived else self.history.series(name)
             there_S = np.isfinite(values_S)
             if not name.startswith("eval_") and not there_S[-FRESH:].any():
                 there_S[:] = False
@@ -93,6 +95,11 @@ class Readings:
         scores = [weight * self.history.series(f"score_{name}") for name, weight in self._paid.items()]
         return np.asarray(np.sum(scores, axis=0))
 
+    def _mi_share(self) -> np.ndarray:
+        """[S]: mi_first_turn / ln(mi_pairs), its bound, which moves with how many pairs a step could afford."""
+        pairs_S = self.history.series("mi_pairs")
+        return self.history.series("mi_first_turn") / np.log(np.where(pairs_S > 1, pairs_S, np.nan))
+
     def has(self, name: str) -> bool:
         return len(self.known(name).values) > 0
 
@@ -112,8 +119,8 @@ class Readings:
         return self.now("num_trajectories") if self.has("num_trajectories") else float(planned)
 
     def noise(self, name: str) -> float:
-        """Standard deviation of one step's value about its level: as measured, but at least that of a mean over the
-        batch's trajectories for rewards and shares (32 binary rewards: 0.09)."""
+        """Standard deviation of one step's value about its level: as measured, but for rewards and shares at least that
+        of a mean over as many trajectories, groups, rows or pairs as there are (32 binary rewards: 0.09)."""
         if name not in self._noise:
             self._noise[name] = self._step_noise(name)
         return self._noise[name]
@@ -126,11 +133,19 @@ class Readings:
             floor = self.now("reward_std", WINDOW) / math.sqrt(count)
         elif name.startswith("eval_"):
             floor = 0.5 / math.sqrt(fact(self.facts, "eval_tasks", 64))
-        elif name.endswith("_frac") or name.startswith("score_"):
-            count = count if count > 0 else 64.0
+        elif name.endswith("_frac") or name.startswith("score_") or name == "mi_retrieval":
+            count = self._behind(name, count if count > 0 else 64.0)
             share = min(max(level, 1 / count), 1 - 1 / count)
             floor = math.sqrt(max(0.0, share * (1 - share)) / count)
         return max(step_noise(values), floor, 1e-9)
+
+    def _behind(self, name: str, trajectories: float) -> float:
+        """How many things a share is of: groups, the probe's rows (`stages/probe.py`) or pairs, or trajectories."""
+        if name in OF_GROUPS:
+            return max(1.0, trajectories / fact(self.facts, "group_size", 8))
+        if name == "displaced_frac":
+            return max(4.0, trajectories / 16)
+        return self.now("mi_pairs") if name == "mi_retrieval" and self.has("mi_pairs") else trajectories
 
     def shift(self, name: str, newest: int = NOW) -> Shift:
         """From the median of the first values to that of the newest; at most a third of the run each."""
@@ -203,7 +218,7 @@ class Readings:
         """The tasks are mostly solved: what else falls is then a matter of success."""
         if self.now("success") >= 0.9 * self.ceiling:
             return True
-        return self.now("too_easy_frac") >= 0.5 and not self.now("too_hard_frac") > 0.25
+        return self.now("too_easy_frac") >= 0.5 and not self.now("too_hard_frac") > 0.15
 
     def paid(self, since: int) -> bool:
         """Whether success is surely higher now than before `since`."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from upswing.monitor.detectors.base import Verdict
-from upswing.monitor.detectors.readings import WIDE, Missing, Readings, Shift, fact, percent, right, told
+from upswing.monitor.detectors.readings import LEVEL, WIDE, Missing, Readings, Shift, fact, percent, right, told
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
 from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median
@@ -46,7 +46,8 @@ def reward_hacking(r: Readings) -> Verdict | None:
     for name in others:
         one = r.shift(name, WIDE)
         what = name.removeprefix("score_")
-        if rising and r.fell(name, max(0.03, 0.2 * one.start), 3, WIDE):
+        gone = one.now <= 0.5 * one.start and won.diff >= 0.03  # reward has risen enough where the rest collapses
+        if (rising or gone) and r.fell(name, max(0.03, 0.2 * one.start), 3, WIDE):
             signs.append(f"{told(what, one)}, while reward rose from {won.start:.3g} to {won.now:.3g}")
             onsets.append(r.left(name, -1))
             serious = serious or (one.now <= 0.5 * one.start and won.diff >= 0.1)
@@ -128,11 +129,12 @@ def overfitting(r: Readings) -> Verdict | None:
     at = int(smooth[2:].argmax()) + 2
     best, now = float(smooth[at]), float(smooth[-1])
     since = int(known.steps[at])
-    won = r.shift("success")
+    won = r.shift("success", WIDE)
     before = median(train.values[train.steps <= max(since, int(train.steps[0]))][-5:])
     moved = won.now - before
     fell = (best - now) / (MEDIAN_ERROR * error * math.sqrt(2 / 3))
-    gap = (won.diff - (now - first)) / (MEDIAN_ERROR * error * math.sqrt(2 / 3))
+    by_chance = math.hypot(error * math.sqrt(2 / 3), r.noise("success") * math.sqrt(1 / LEVEL + 1 / WIDE))
+    gap = (won.diff - (now - first)) / (MEDIAN_ERROR * by_chance)
     signs = []
     if best - now >= 0.05 and fell >= 3.5 and moved > -0.05:
         signs.append(f"held-out success {now:.3g}, {best:.3g} at step {since} ({fell:.1f} standard errors)")

@@ -32,7 +32,7 @@ def kl_explosion(r: Readings) -> Verdict | None:
     if not signs:
         return None
     since = min(onsets)
-    lost = r.helpless(min(since, r.history.step - 15))
+    lost = r.helpless(min(since, r.history.step - 15)) or (kl - doubt > 0.5 and r.helpless(r.onset("kl", 0.25, 1)))
     if not lost and kl < 1 and not clamped > 0.001 and not moved > 0.2:
         return None
     bad = r.dropped and (kl > 0.3 or moved > 0.2)
@@ -149,10 +149,10 @@ def train_inference_mismatch(r: Readings) -> Verdict | None:
     severity: Severity = "critical" if worst >= 10 or (worst >= 3 and r.dropped) else "warning"
     if corrected and severity == "warning" and not r.dropped:
         severity = "info"
-    joints = r.now("num_drift_events") / max(1.0, r.num_trajectories)
+    forks = r.now("num_forks") / max(1.0, r.num_trajectories)
     causes = [
         (3.0 if old > 0 else 0, f"samples are up to {old:.2g} updates old"),
-        (2.0 if joints > 0.3 else 0, "turns are re-rendered or re-tokenised: see retokenisation_drift"),
+        (2.0 if forks > 0.3 else 0, "turns are re-rendered or re-tokenised: see retokenisation_drift"),
         (1.5 if worst >= 10 else 0.5, "the engine has other weights, another temperature or another distribution"),
         (1.0, "the engine computes in another precision (bf16, int8) or with other kernels"),
     ]
