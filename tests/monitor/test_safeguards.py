@@ -235,6 +235,8 @@ def test_the_best_checkpoint_is_by_evaluation_or_else_by_smoothed_reward():
     assert is_worse(rewards, 9) and not is_worse(rewards, 3)
     evals = [{"step": 2, "eval_reward": 0.5}, {"step": 6, "eval_reward": 0.4}, {"step": 9, "eval_reward": None}]
     assert best_checkpoint(rewards + evals, [3, 6, 9]) == 3 and is_worse(rewards + evals, 3)
+    fallen = [{"step": s, "train_s": 1.0, "reward": 0.8 if s < 5 else 0.0} for s in range(1, 9)]
+    assert best_checkpoint([{"step": 0, "eval_reward": 0.7}, *fallen], [2, 4, 8]) == 4, "8 was not evaluated yet"
     assert normal_of([{"entropy": v} for v in [1.0, None, 3.0, 2.0]]) == {"entropy": 2.0}
 
 

@@ -280,10 +280,10 @@ def normal_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def best_checkpoint(rows: Sequence[Mapping[str, Any]], saved: Sequence[int]) -> int | None:
-    """The step of the best saved one: by the last evaluation up to it, without any by its smoothed training reward; of
-    equals the newest. None without any to judge by."""
-    known = [(score, step) for step in saved if (score := _score(rows, step)) is not None]
-    return max(known)[1] if known else None
+    """The step of the best saved one: by the last evaluation up to it, without any by its smoothed training reward,
+    which also tells those after one evaluation apart; of equals the newest. None without any to judge by."""
+    known = [(score, _reward(rows, step) or 0.0, step) for step in saved if (score := _score(rows, step)) is not None]
+    return max(known)[-1] if known else None
 
 
 def is_worse(rows: Sequence[Mapping[str, Any]], best: int) -> bool:
