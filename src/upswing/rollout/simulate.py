@@ -55,6 +55,11 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(lambda _: setattr(self._jump, "threads", self._jump.threads - 1))
         return future
 
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self._jump.threads += 1  # it waits for them in one of its own
+        await super().shutdown_default_executor(*args)
+        self._jump.threads -= 1
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time: sleeping takes none, nor does work in threads. Sockets have no place in it."""

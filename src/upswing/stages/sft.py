@@ -12,6 +12,7 @@ from upswing.errors import ConfigError
 from upswing.learn.learner import Learner
 from upswing.learn.rows import TrainRow
 from upswing.learn.schedule import Schedule
+from upswing.learn.sharded import make_learner
 from upswing.recipe import SftStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
@@ -92,7 +93,7 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
 def _learner(context: RunContext, stage: SftStage, index: int, total: int) -> Learner:
     model = context.adapted(context.source_model(context.recipe.source_of(index, stage.from_)), stage)
     schedule = Schedule(kind=stage.schedule, warmup=int(stage.warmup_frac * total), total=total)
-    return Learner(model, schedule=schedule, **context.trainer_options(stage))
+    return make_learner(model, schedule=schedule, **context.trainer_options(stage))
 
 
 def _limit_s(context: RunContext, stage: SftStage) -> float | None:
