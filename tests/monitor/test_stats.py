@@ -33,11 +33,6 @@ def test_step_noise_ignores_trends_and_jumps():
     assert stats.step_noise(values) == pytest.approx(1, rel=0.1)
 
 
-def test_ewma_by_its_definition():
-    smooth = stats.ewma(np.array([1.0, 3.0, 0.0]), 0.25)
-    assert smooth == pytest.approx([1.0, 1.5, 1.125])
-
-
 def test_trend_of_a_strict_rise_is_the_textbook_value():
     """n = 10 without ties: S = 45, var S = 10 * 9 * 25 / 18 = 125, z = 44 / sqrt(125)."""
     found = stats.trend(np.arange(10) * 2, np.arange(10.0))

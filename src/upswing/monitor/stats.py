@@ -50,14 +50,6 @@ def rolling_median(values_K: np.ndarray, window: int) -> np.ndarray:
     return np.concatenate([head, np.median(sliding_window_view(values_K, window), axis=1)])
 
 
-def ewma(values_K: np.ndarray, alpha: float) -> np.ndarray:
-    """[K]: exponentially weighted mean, `alpha` the weight of the newest, the first value its start."""
-    smooth: list[float] = []
-    for value in values_K:
-        smooth.append(float(value) if not smooth else alpha * float(value) + (1 - alpha) * smooth[-1])
-    return np.array(smooth)
-
-
 def trend(steps_K: np.ndarray, values_K: np.ndarray) -> Trend:
     """Slope a step and its p value (Theil 1950, Sen 1968; Mann 1945, Kendall 1975). Steps strictly rise."""
     count = len(values_K)

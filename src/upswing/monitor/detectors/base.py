@@ -38,11 +38,8 @@ class Detector:
     find: Callable[[Readings], Verdict | None]
     """None: nothing wrong. May raise `Missing`."""
 
-    def judge(self, history: History) -> Judgement:
-        """The mode's status now; a pure function of the history."""
-        return self.judged(Readings(history))
-
     def judged(self, readings: Readings) -> Judgement:
+        """The mode's status now; a pure function of the history."""
         counts = [self._count(readings, need) for need in self.needs]
         missing = [_said(need) for need, count in zip(self.needs, counts, strict=True) if not count]
         if missing:

@@ -13,7 +13,8 @@ from upswing.monitor.findings import Severity
 from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median
 from upswing.trajectory.types import Trajectory
 
-EVALUATION = ("eval_reward", "eval_low", "eval_high")
+LEAST_TRAINED = 10
+"""Steps without which nothing can be overfitted."""
 
 
 def _unpaid(r: Readings) -> list[str]:
@@ -153,6 +154,3 @@ def overfitting(r: Readings) -> Verdict | None:
     advice = menu.advise(f"Take the checkpoint of step {since}; more or newly generated tasks help further.")
     remedies = [advice, menu.more_kl(), menu.lower_lr(), menu.fewer_updates()]
     return Verdict(severity=severity, since=since, evidence=signs, causes=causes, remedies=remedies)
-
-
-LEAST_TRAINED = 10

@@ -11,7 +11,7 @@ from upswing.monitor.detectors.exploration import pressure
 from upswing.monitor.detectors.readings import LEVEL, NOW, Readings, fact, percent, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
-from upswing.monitor.stats import MEDIAN_ERROR, ewma, median, rolling_median, step_noise
+from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median, step_noise
 
 
 def kl_explosion(r: Readings) -> Verdict | None:
@@ -79,7 +79,7 @@ def likelihood_displacement(r: Readings) -> Verdict | None:
     if r.has("displaced_frac") and share > 0.5 + 2 * MEDIAN_ERROR * r.noise("displaced_frac") / math.sqrt(NOW):
         signs.append(f"{percent(share)} of the sampled good attempts became less likely (limit: 50 %)")
         onsets.append(r.onset("displaced_frac", 0.5, 1))
-    level = ewma(r.known("logprob_good").values, 0.2)
+    level = rolling_median(r.known("logprob_good").values, LEVEL)
     if len(level) >= 15 and r.trend("logprob_good").p < 0.01 and r.trend("logprob_good").slope < 0:
         lost = float(level.max() - level[-1])
         if lost > max(0.1, 0.5 * abs(float(level.max())), 3 * r.noise("logprob_good")):
