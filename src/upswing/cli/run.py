@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,15 @@ def run_command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME-DATE-TIME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it stopped.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the recipe, and stop.")] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="ray: engines, environments and ranks as actors of Ray (cluster.kind).")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="host:port of a Ray cluster, or auto; default: one is started here.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what would be where and the recipe, and stop.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the final table.")] = False,
     unsafe_local: UnsafeLocal = False,
 ) -> None:
@@ -36,19 +45,16 @@ def run_command(
 
                 follow()
             return
-        config = recipe_of(recipe, overrides, unsafe_local=unsafe_local)
-        if several:
-            check_ranks(config)
+        placed = {"kind": cluster or (ray_address and "ray"), "address": ray_address}
+        more = [f"cluster.{key}={json.dumps(value)}" for key, value in placed.items() if value]
+        config = recipe_of(recipe, [*(overrides or []), *more], unsafe_local=unsafe_local)
+        check_ranks(config, several)
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
 
         preflight(config)
         if dry_run:
-            from upswing.stages.runner import check
-
-            check(config)
-            typer.echo(config.dump(), nl=False)
-            return
+            return _show(config)
         from upswing.monitor.progress import Progress
         from upswing.stages.runner import run_recipe
 
@@ -66,8 +72,23 @@ def run_command(
             run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
 
 
-def check_ranks(recipe: Recipe) -> None:
-    """Raises ConfigError for what isn't done on several ranks."""
+def _show(recipe: Recipe) -> None:
+    """What would be where, as comments, and the recipe."""
+    from upswing.stages.placement import plan
+    from upswing.stages.runner import check
+
+    check(recipe)
+    for line in plan(recipe):
+        typer.echo(f"# {line}")
+    typer.echo(recipe.dump(), nl=False)
+
+
+def check_ranks(recipe: Recipe, torchrun: bool = True) -> None:
+    """Raises ConfigError for what isn't done on several ranks, if there are."""
+    if torchrun and recipe.cluster.learners > 1:
+        raise ConfigError("cluster.learners: torchrun has started the ranks already; leave one of them out")
+    if not torchrun and recipe.cluster.learners == 1:
+        return
     for stage in recipe.stages:
         if isinstance(stage, EvalStage):
             continue

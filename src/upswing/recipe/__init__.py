@@ -1,11 +1,12 @@
 """The recipe: YAML in, one frozen object out, every mistake named in one line before anything heavy is imported."""
 
+from upswing.recipe.cluster import ClusterSection
 from upswing.recipe.distill import DistillStage
+from upswing.recipe.engine import EngineSection
 from upswing.recipe.fields import Section
 from upswing.recipe.load import check_same, load_recipe, recipe_from
 from upswing.recipe.models import (
     DatasetSection,
-    EngineSection,
     EnvSection,
     LearnerSection,
     LimitsSection,
@@ -19,6 +20,7 @@ from upswing.recipe.rl_base import CriticSection, EarlyWarning, RlBase
 from upswing.recipe.stages import EvalStage, Graduation, SftStage, Stage
 
 __all__ = [
+    "ClusterSection",
     "CriticSection",
     "DatasetSection",
     "DistillStage",

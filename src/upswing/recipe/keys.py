@@ -11,11 +11,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from upswing.recipe.agent import AgentSection
+from upswing.recipe.cluster import ClusterSection
 from upswing.recipe.distill import DistillStage
+from upswing.recipe.engine import EngineSection
 from upswing.recipe.lora import LoraSection
 from upswing.recipe.models import (
     DatasetSection,
-    EngineSection,
     EnvSection,
     LearnerSection,
     LimitsSection,
@@ -36,6 +37,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`verifiers`, each", VerifierSection),
     ("`engine`", EngineSection),
     ("`learner`", LearnerSection),
+    ("`cluster`", ClusterSection),
     ("`limits`", LimitsSection),
     ("`stages`: `sft`", SftStage),
     ("`graduation` of `sft`", Graduation),

@@ -107,8 +107,10 @@ def _not_found(path: Path) -> str:
 
 
 def check_same(before: Recipe, now: Recipe, out: Path) -> None:
-    """Raises ConfigError naming the keys in which the resumed recipe differs from that of the run."""
-    old, new = dict(flatten(before.to_dict())), dict(flatten(now.to_dict()))
+    """Raises ConfigError naming the keys in which the resumed recipe differs from that of the run.
+
+    The cluster may be another one."""
+    old, new = ({k: v for k, v in flatten(one.to_dict()) if not k.startswith("cluster.")} for one in (before, now))
     keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
     if keys:
         shown = ", ".join(f"{key} ({old.get(key, _ABSENT)} there, {new.get(key, _ABSENT)} now)" for key in keys[:5])

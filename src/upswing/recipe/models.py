@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from upswing.errors import did_you_mean
 from upswing.recipe.agent import AgentSection
+from upswing.recipe.cluster import ClusterSection, check_cluster
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.engine import EngineSection, check_engine
 from upswing.recipe.fields import (
@@ -174,6 +175,7 @@ class Recipe(Section):
     )
     engine: EngineSection = Field(default_factory=EngineSection, description="The engine that samples.")
     learner: LearnerSection = Field(default_factory=LearnerSection, description="The learner.")
+    cluster: ClusterSection = Field(default_factory=ClusterSection, description="Where the parts of a run are.")
     limits: LimitsSection = Field(default_factory=LimitsSection, description="What ends a trajectory.")
     stages: tuple[Stage, ...] = Field(min_length=1, description="What is done, in order.")
 
@@ -208,6 +210,7 @@ class Recipe(Section):
         self._check_stage_names()
         self._check_quantize()
         check_engine(self.engine, self.stages, agent=self.agent is not None)
+        check_cluster(self.cluster, self.engine, agent=self.agent is not None)
         return self
 
     def _check_quantize(self) -> None:

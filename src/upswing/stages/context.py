@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from upswing.cluster.engines import RayEngines
 from upswing.engine.base import Sampling
 from upswing.engine.http import HttpEngine
 from upswing.engine.openai import OpenAIEngine
@@ -37,7 +38,7 @@ STATE = "state.json"
 FINAL = "final"
 
 
-AnyEngine = TorchEngine | HttpEngine | OpenAIEngine
+AnyEngine = TorchEngine | HttpEngine | OpenAIEngine | RayEngines
 
 
 class TaskSource:

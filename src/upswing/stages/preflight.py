@@ -27,7 +27,7 @@ from upswing.learn.trainer import CPU_PACK, GPU_PACK
 from upswing.monitor.findings import Finding
 from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, shown
 from upswing.preflight.checks import Size, option_findings, room_findings, template_findings
-from upswing.recipe import DistillStage, RlStage
+from upswing.recipe import DistillStage, Recipe, RlStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext
 from upswing.stages.evaluate import SUCCESS
@@ -51,7 +51,7 @@ async def take_stock(
     model = context.adapted(context.source_model("base"), stage)
     findings = option_findings(recipe, stage, sum(p.numel() for p in model.parameters()))
     findings += template_findings(rollouts.renderer, rollouts.end_tokens, stage.name)
-    memory, machine = _memory_gb(context, stage, model), _machine_bytes(next(model.parameters()).device) / 1e9
+    memory, machine = _memory_gb(context, stage, model), machine_bytes(next(model.parameters()).device) / 1e9
     del model
     tools = bool(getattr(env, "_tools", ()))
     if recipe.agent is None:
@@ -176,21 +176,9 @@ async def _least(context: RunContext, task: Task, has_tools: bool) -> Size:
 
 def _memory_gb(context: RunContext, stage: RlStage, model: Any) -> dict[str, float]:
     """An estimate of what the learner's device must hold at once, by what takes it; 1e9 bytes."""
-    weights, recipe, engine = list(model.parameters()), context.recipe, context.engine
-    held, device, many = sum(p.nbytes for p in weights), weights[0].device, sum(p.numel() for p in weights)
-    trained = held + 12 * sum(p.numel() for p in weights if p.requires_grad)  # gradient and two moments in float32
-    pack = stage.max_tokens_per_pack or (CPU_PACK if device.type == "cpu" else GPU_PACK)
-    pack = max(pack, recipe.limits.context_tokens)
+    recipe, engine, device = context.recipe, context.engine, next(model.parameters()).device
     fits = Fits.measure(model, lambda: compute_context(device.type, context.compute_dtype), 1.0)
-    kept, choice = pack / fits.kept, stage.gradient_checkpointing
-    activations = min(kept, pack / fits.recomputed if choice is True else choice or kept)
-    parts = {
-        "the policy's weights, gradients and moments": trained,
-        "weights in 16 bits": 0 if context.compute_dtype == torch.float32 else 2 * many,
-        "the reference": held if stage.kl_coef and stage.lora is None else 0,
-        "the critic": trained if stage.critic is not None and stage.critic.kind == "separate" else 0,
-        "activations": 1e9 * activations + 8 * min(CHUNK_ELEMENTS, pack * model.config.vocab_size),
-    }
+    parts = learner_bytes(recipe, stage, model, fits, context.compute_dtype, device.type)
     if isinstance(engine, TorchEngine) and engine.model.device == device:
         slots = min(context.rollouts.max_concurrent, stage.tasks_per_step * stage.group_size)
         tokens = min(slots * recipe.limits.context_tokens, engine.kv_tokens)
@@ -199,7 +187,27 @@ def _memory_gb(context: RunContext, stage: RlStage, model: Any) -> dict[str, flo
     return {what: size / 1e9 for what, size in parts.items() if size}
 
 
-def _machine_bytes(device: torch.device) -> float:
+def learner_bytes(
+    recipe: Recipe, stage: RlStage, model: Any, fits: Fits, dtype: torch.dtype, device: str, ranks: int = 1
+) -> dict[str, float]:
+    """What a rank of the learner holds, by what takes it; `fits`: of 1 GB. The model's weights may be on meta."""
+    weights = list(model.parameters())
+    held, many = sum(p.nbytes for p in weights), sum(p.numel() for p in weights)
+    trained = held + 12 * sum(p.numel() for p in weights if p.requires_grad)  # gradient and two moments in float32
+    pack = stage.max_tokens_per_pack or (CPU_PACK if device == "cpu" else GPU_PACK)
+    pack = max(pack, recipe.limits.context_tokens)
+    kept, choice = pack / fits.kept, stage.gradient_checkpointing
+    activations = min(kept, pack / fits.recomputed if choice is True else choice or kept)
+    return {
+        "the policy's weights, gradients and moments": trained / ranks,
+        "weights in 16 bits": 0 if dtype == torch.float32 else 2 * many,
+        "the reference": held / ranks if stage.kl_coef and stage.lora is None else 0,
+        "the critic": trained if stage.critic is not None and stage.critic.kind == "separate" else 0,
+        "activations": 1e9 * activations + 8 * min(CHUNK_ELEMENTS, pack * model.config.vocab_size),
+    }
+
+
+def machine_bytes(device: torch.device) -> float:
     """Memory of a device; of the CPU what this process may take."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)

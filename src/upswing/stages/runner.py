@@ -8,7 +8,7 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import transformers
 
+from upswing.cluster.engines import RayEngines
+from upswing.cluster.worlds import RemoteRubric, Workers
 from upswing.engine.int8 import check_int8
 from upswing.engine.torch import TorchEngine
 from upswing.errors import ConfigError
@@ -27,6 +29,7 @@ from upswing.models.load import load_model, resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import (
+    ClusterSection,
     DistillStage,
     EvalStage,
     PreferenceStage,
@@ -47,7 +50,7 @@ from upswing.stages.evaluate import measure, run_eval
 from upswing.stages.preference import run_preference
 from upswing.stages.reward_model import run_reward_model
 from upswing.stages.rl import run_rl
-from upswing.stages.servers import server_of
+from upswing.stages.servers import engine_options, explicit_dtype, server_of
 from upswing.stages.sft import run_sft
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
@@ -57,7 +60,7 @@ from upswing.world import World, preflight
 
 T = TypeVar("T")
 
-RUNNERS: dict[type, Callable[..., Awaitable[dict[str, Any]]]] = {
+RUNNERS: dict[type, Callable[..., Coroutine[Any, Any, dict[str, Any]]]] = {
     SftStage: run_sft,
     RlStage: run_rl,
     PreferenceStage: run_preference,
@@ -126,7 +129,9 @@ async def _run(context: RunContext, last_sign_of_life: float) -> None:
                 context.note(f"{stage.name}: done already")
                 continue
             context.state.begin(stage.name, last_sign_of_life)
-            facts = await RUNNERS[type(stage)](context, stage, index)
+            work = RUNNERS[type(stage)](context, stage, index)
+            engine = context.engine
+            facts = await (engine.cluster.unless_gone(work) if isinstance(engine, RayEngines) else work)
             context.state.finish(stage.name, **facts)
             write_report(context.out)
     finally:
@@ -138,29 +143,25 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     """Load the model and put the parts together."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(recipe.seed)
-    engine: AnyEngine | None = server_of(recipe, log.note)  # before the model: it may not be there
+    engine: AnyEngine | None = server_of(recipe, log)  # before the model: it may not be there
     loaded = load_model(recipe.model)
-    engine = engine or TorchEngine.from_model(
-        loaded.model,
-        tokenizer=loaded.tokenizer,
-        max_slots=recipe.engine.max_slots,
-        max_context=recipe.engine.max_context,
-        prefill_chunk=recipe.engine.prefill_chunk,
-        kv_memory_gb=recipe.engine.kv_memory_gb,
-        dtype=explicit_dtype(recipe.engine.dtype),
-        quantize=recipe.engine.quantize,
-    )
+    if engine is None:
+        engine = TorchEngine.from_model(loaded.model, tokenizer=loaded.tokenizer, **engine_options(recipe))
+    play_env, rubric = world.make_env, world.rubric
+    if isinstance(engine, RayEngines) and recipe.cluster.env_workers:
+        workers = Workers(engine.cluster, recipe)
+        play_env, rubric = workers.make_env, RemoteRubric(rubric, workers)
     limits = recipe.limits
     if (tokens := limits.context_tokens) > engine.max_request:
         raise ConfigError(f"limits.context_tokens: got {tokens}, above {engine.request_limit(tokens)}")
     rollouts = Rollouts(
-        make_env=world.make_env,
-        rubric=world.rubric,
+        make_env=play_env,
+        rubric=rubric,
         renderer=ChatRenderer(loaded.tokenizer),
         end_tokens=loaded.stop_tokens,
         limits=Limits(**limits.model_dump(exclude={"max_retries"})),
         engine=engine,
-        max_concurrent=min(recipe.engine.max_slots, engine.kv_tokens // tokens),
+        max_concurrent=min(recipe.engine.max_slots * recipe.cluster.engines, engine.kv_tokens // tokens),
         max_retries=limits.max_retries,
         agent=None if recipe.agent is None else make_agent(**recipe.agent.model_dump()),
     )
@@ -177,15 +178,10 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         metrics=MetricsLog(out),
         state=RunState.open(out),
         recovered=world.make_env().recovered,
-        rubric=world.rubric,
+        rubric=rubric,
         compute_dtype=explicit_dtype(recipe.learner.dtype)
         or (torch.bfloat16 if native_bf16(loaded.model.device.type) else torch.float32),
     )
-
-
-def explicit_dtype(name: str) -> torch.dtype | None:
-    """None for `auto`: the engine and the learner then choose by the device that they compute on."""
-    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _environment(recipe: Recipe) -> dict[str, Any]:
@@ -226,7 +222,8 @@ def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunCon
         raise ConfigError(f"engine.kind: an openai server can't be given '{model}'; use torch, vllm or sglang")
 
     async def worked(scratch: Path) -> T:
-        context = _context(recipe.model_copy(update={"model": model}), scratch, world, log)
+        here = recipe.model_copy(update={"model": model, "cluster": ClusterSection()})
+        context = _context(here, scratch, world, log)
         try:
             if recipe.engine.url is not None and context.engine.capabilities.weight_updates:
                 await context.push_weights(context.source_model("base").state_dict())

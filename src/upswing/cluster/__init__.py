@@ -1,0 +1,1 @@
+"""Ray: engines, environments, verifiers and further ranks of the learner as actors."""
