@@ -1,7 +1,7 @@
 """The failure lab: every failure mode provoked on purpose on a tiny agent, and what the monitor makes of it.
 
     python bench/failures.py [--quick] [--modes entropy_collapse ...] [--seeds 0 1 2 3 4] [--healthy 20] [--workers N]
-                             [--runs DIR] [--plots DIR]
+                             [--runs DIR]
 
 Each mode has a recipe (`recipes/failures/`, and `recipes/hack.yaml` for reward hacking) that differs from a healthy
 twin by its cause alone. `train_inference_mismatch` is the exception: no recipe can bring it about, so the bench breaks
@@ -85,6 +85,11 @@ SPECIAL = {
     "control_token_collapse": Mode(by_gain=True),
     "train_inference_mismatch": Mode(recipe=HEALTHY, broken_engine=True),
 }
+NOT_PROVOKED = {
+    "template_collapse": "an entropy bonus (0.02 and 0.2) over a reward that is a coin broke the markup before first "
+    "turns stopped depending on the question",
+}
+"""Modes that this agent could not be brought into, and what was tried."""
 
 
 def mode_of(name: str) -> Mode:
@@ -437,6 +442,8 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
         cells = [f"{sum(one.found is not None for one in own)}/{len(own)}", *steps]
         cells += [f"{median(leads):.2f}" if leads else "no harm", *shares, others]
         print(f"| {name} | " + " | ".join(cells) + " |")
+    for name, why in NOT_PROVOKED.items():
+        print(f"| {name} | not provoked: {why} |")
 
 
 def _middle(steps: Sequence[int | None]) -> str:
@@ -480,9 +487,10 @@ def main() -> int:
         from upswing.monitor.detectors import MODES
     except ImportError as error:
         return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
-    modes = args.modes or list(QUICK_MODES if args.quick else MODES)
-    if unknown := [name for name in modes if name not in MODES]:
-        return cannot_run(f"no mode '{unknown[0]}'; there are {', '.join(MODES)}")
+    known = [name for name in MODES if name not in NOT_PROVOKED]
+    modes = args.modes or list(QUICK_MODES if args.quick else known)
+    if unknown := [name for name in modes if name not in known]:
+        return cannot_run(f"no mode '{unknown[0]}' to provoke; there are {', '.join(known)}")
     seeds = args.seeds or ([0] if args.quick else [0, 1, 2, 3, 4])
     healthy = (2 if args.quick else 20) if args.healthy is None else args.healthy
     more = ("rl.steps=30",) if args.quick else ()

@@ -2,7 +2,7 @@
 
 `value of c` is answered by `<get>c</get>`, the desk says `7`, and `<answer>7</answer>` is right: two turns, 8 keys and
 8 values. Some questions tell the value (`value of c is 7`). The expert of the demonstrations asks for a wrong key first
-6 times in 10 and has a third turn to mend that; the agent hasn't, so there is something to learn.
+3 times in 4, mostly for `a`, and has a third turn to mend that; the agent hasn't, so there is a habit to unlearn.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from upswing.verify.qa import strict_match
 
 KEYS, VALUES = "abcdefgh", "01234567"
 THINKING = ("look", "for", "the", "key", "and", "then")
+HABIT = "aaaab"
+"""What the expert asks for first twice in three times that it doesn't think of the question."""
 FEW, CRASHES = 2, 0.5
 
 
 class Desk(Lookup):
-    """`told_frac`: share of questions that tell the value. `talks`: how often the expert thinks aloud before a call.
-    `fault`: crashes (every other attempt breaks), few_tasks (train tasks about two keys only) or rewrites (the desk
-    takes the agent's own turn out of the conversation)."""
+    """`told_frac`: share of questions that tell the value. `talks`, `guesses`: how often the expert thinks aloud before
+    a call, and how often it answers without one. `fault`: crashes (every other attempt breaks), few_tasks (train tasks
+    about two keys only) or rewrites (the desk takes the agent's own turn out of the conversation)."""
 
     name = "desk"
     max_turns = 2
     alias_frac = 0.0
     told_frac: Share = 0.2
     talks: Share = 0.3
+    guesses: Share = 0.1
     fault: Literal["none", "crashes", "few_tasks", "rewrites"] = "none"
     _luck: float = 0.0
     _task_now: Task | None = None
@@ -43,10 +46,12 @@ class Desk(Lookup):
         rng = random.Random(f"desk {split} {seed}")
         keys = KEYS[:FEW] if self.fault == "few_tasks" and split == "train" else KEYS
         episodes = list(itertools.product(keys, VALUES))
+        told = 0.0
         while True:
             for key, value in rng.sample(episodes, len(episodes)):
-                task = self._task(key, "", value, split)
-                if rng.random() < self.told_frac:
+                task, told = self._task(key, "", value, split), told + self.told_frac
+                if told >= 1:  # evenly spread: batches are alike
+                    told -= 1
                     asked = (Message(role="user", content=f"value of {key} is {value}"),)
                     task = replace(task, id=f"{task.id}-told", messages=asked, tags={"told": "yes"})
                 yield task
@@ -69,13 +74,15 @@ class Desk(Lookup):
     def expert(self, task: Task, rng: random.Random) -> Expert:
         key, value, told = task.data["key"], task.gold[0], "told" in task.tags
         aloud = " ".join(THINKING[: rng.randint(1, len(THINKING))]) + " " if rng.random() < self.talks else ""
-        wrong = rng.choice([one for one in KEYS if one != key]) if rng.random() < self.expert_noise else key
+        guess = rng.choice(VALUES) if rng.random() < self.guesses else None
+        careless = rng.random() < self.expert_noise
+        first = rng.choice([one for one in (HABIT, HABIT, KEYS)[rng.randrange(3)] if one != key]) if careless else key
 
         def act(messages: tuple[Message, ...]) -> str:
             heard = [message.content for message in messages if message.role == "tool"]
-            if told or (heard and heard[-1] != UNKNOWN):
-                return f"<answer>{value}</answer>"
-            return f"{aloud}<get>{key if heard else wrong}</get>"
+            if told or guess or (heard and heard[-1] != UNKNOWN):
+                return f"<answer>{value if told or guess is None else guess}</answer>"
+            return f"{aloud}<get>{key if heard else first}</get>"
 
         return act
 
@@ -88,11 +95,6 @@ def flipped(answer: str | None, gold: Sequence[str], state: Mapping[str, Any], n
     return float(strict_match(answer, gold) == 1.0 and state["luck"] >= noise)
 
 
-def blind(state: Mapping[str, Any], share: float = 0.5) -> float:
-    """1 with chance `share`, whatever the agent did."""
-    return float(state["luck"] < share)
-
-
-def calls(tool_records: Sequence[ToolRecord]) -> float:
-    """How many calls were made, the same one twice too."""
-    return float(len(tool_records))
+def finds(tool_records: Sequence[ToolRecord]) -> float:
+    """How many calls the desk had a value for, the same one twice too."""
+    return float(sum(record.ok and record.result != UNKNOWN for record in tool_records))

@@ -75,7 +75,8 @@ def test_a_failing_recipe_differs_from_the_healthy_one_by_its_stated_cause_alone
 
 
 def test_every_mode_has_a_way_to_be_provoked() -> None:
-    for mode in MODES:
+    assert {*bench.NOT_PROVOKED} <= {*MODES}
+    for mode in {*MODES} - {*bench.NOT_PROVOKED}:
         load_recipe(LAB / bench.mode_of(mode).recipe)
     assert {path.stem for path in FAILING} <= {*MODES}
     twin = bench.SPECIAL["reward_hacking"]
@@ -101,7 +102,7 @@ async def test_two_turns_answer_what_is_not_told_and_the_expert_needs_a_third_af
     import random
 
     for number, task in enumerate(tasks(60)):
-        env = Desk(max_turns=3, expert_noise=0.6)
+        env = Desk(max_turns=3, expert_noise=0.75, guesses=0.0)
         act, messages, said = env.expert(task, random.Random(number)), task.messages, []
         seen = await env.reset(task, number)
         while not seen.done:
@@ -143,7 +144,6 @@ async def test_an_attempts_luck_is_its_seeds() -> None:
     accepted = [lab.flipped(task.gold[0], task.gold, state, noise=0.8) for state in found[:2000]]
     assert abs(sum(accepted) / 2000 - 0.2) < 0.04
     assert not any(lab.flipped("x", task.gold, state, noise=0.0) for state in found)
-    assert abs(sum(lab.blind(state) for state in found[:2000]) / 2000 - 0.5) < 0.05
 
 
 # -- what the bench counts ---------------------------------------------------------------------------------------------
