@@ -13,7 +13,7 @@ SECRET = "broken"
 
 
 class Counting(Environment):
-    """A tool turn, then an answer. `dies_at`: a file; the process that finds it at a second turn takes it and dies."""
+    """A tool turn, then an answer. `dies_at`: a file; the process that finds it takes it, and dies."""
 
     name = "counting"
     dies_at: str | None = None
@@ -29,19 +29,19 @@ class Counting(Environment):
         return Observation(messages=task.messages)
 
     def step(self, message: AssistantMessage) -> Observation:
-        self.turns += 1
-        if self.turns == 1:
-            record = ToolRecord(call=ToolCall(name="count"), result="ok", ok=True, turn=0)
-            seen = Message(role="tool", content=str(len(message.content) % 2))
-            return Observation(messages=(seen,), tool_records=(record,))
         if self.dies_at is not None:
             try:
-                Path(self.dies_at).rename(f"{self.dies_at}.{os.getpid()}")
+                Path(self.dies_at).rename(f"{self.dies_at}.taken")
             except FileNotFoundError:
                 pass
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(60)
+        self.turns += 1
+        if self.turns == 1:
+            record = ToolRecord(call=ToolCall(name="count"), result="ok", ok=True, turn=0)
+            seen = Message(role="tool", content=str(len(message.content) % 2))
+            return Observation(messages=(seen,), tool_records=(record,))
         return Observation(done=True, stop_reason=StopReason.ANSWERED, answer=message.content)
 
     def state(self) -> dict[str, Any]:
