@@ -26,7 +26,7 @@ from upswing.recipe.models import (
 from upswing.recipe.offline import PreferenceStage
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
-from upswing.recipe.rl_base import CriticSection, EarlyWarning
+from upswing.recipe.rl_base import CriticSection, CurriculumSection, EarlyWarning
 from upswing.recipe.stages import EvalStage, Graduation, SftStage
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
@@ -43,6 +43,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`graduation` of `sft`", Graduation),
     ("`stages`: `rl`", RlStage),
     ("`critic` of `rl`", CriticSection),
+    ("`curriculum` of `rl`", CurriculumSection),
     ("`early_warning` of `rl` and `distill`", EarlyWarning),
     ("`stages`: `preference`", PreferenceStage),
     ("`stages`: `reward_model`", RewardModelStage),
