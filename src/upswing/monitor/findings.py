@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "critical"]
@@ -69,10 +69,6 @@ class Judgement:
     """With status `finding` only."""
     missing: tuple[str, ...] = ()
     """With status `skipped`: the signals that it would need."""
-
-    def at(self, **changes: Any) -> Judgement:
-        """The same with changes to its finding, if there is one."""
-        return self if self.finding is None else replace(self, finding=replace(self.finding, **changes))
 
 
 def worst(judgements: list[Judgement]) -> Severity | None:

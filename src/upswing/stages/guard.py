@@ -108,7 +108,8 @@ class Guard:
         self.past.see(self.judgements, step)
         if not (self.past.found_since or self.past.in_force()):
             return None
-        rows, best = self._rows(), self.best()
+        rows = self._rows()
+        best = self.best(rows)
         base = {LEFT_OUT: [], **dict(self.stage)}
         now = {**base, **self.past.changes(), **dict(self.now)}  # what a change has made ineffective is not in `now`
         situation = Situation(base=base, now=now, normal=normal_of(rows), decided=self._decided)
@@ -143,10 +144,11 @@ class Guard:
         numbers = {f"set_{key}": value for key, value in now.items() if isinstance(value, int | float)}
         return {"safeguard_actions": len(self.past.actions), **numbers}
 
-    def best(self) -> int | None:
-        """The step of the best checkpoint there is."""
+    def best(self, rows: list[dict[str, Any]] | None = None) -> int | None:
+        """The step of the best checkpoint there is; `rows`: the stored ones, if they have been read."""
         saved = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-??????")]
-        return best_checkpoint(self._rows(), [step for step in saved if not self.past.is_undone(step)])
+        rows = self._rows() if rows is None else rows
+        return best_checkpoint(rows, [step for step in saved if not self.past.is_undone(step)])
 
     def _rows(self) -> list[dict[str, Any]]:
         """The stored rows of weights that the present ones come from."""
