@@ -15,7 +15,7 @@ import pytest
 from upswing.errors import ConfigError
 from upswing.trajectory.types import Score
 from upswing.verify.code import Code, read_code
-from upswing.verify.code_driver import encode
+from upswing.verify.code_driver import READY, encode
 from upswing.verify.code_tests import compare, plan, same_output, split_asserts
 from upswing.verify.functions import verifier_from
 from upswing.verify.sandbox import SandboxResult, SandboxUnavailable
@@ -114,9 +114,8 @@ def test_values_are_compared_as_python_does():
     rows += [(a, b, False) for a, b in (("(1, 2)", "[1, 2]"), ("[1, 2]", "(1, 2)"), ("{1}", "[1]"), ("'1'", "1"))]
     rows += [(a, b, False) for a, b in (("b'a'", "'a'"), ("0.1 + 0.2", "0.3"), ("float('nan')", "float('nan')"))]
     for source, wanted, right in rows:
-        note = json.dumps({"values": [encode(eval(source, {"collections": collections}))]})
-        line = json.dumps({"status": 0, "out": "", "note": note})
-        assert (compare(split_asserts(f"assert f() == {wanted}"), line, 0.0) == [""]) is right, (source, wanted)
+        out = json.dumps([encode(eval(source, {"collections": collections}))])
+        assert (compare(split_asserts(f"assert f() == {wanted}"), [("", out)], 0.0) == [""]) is right, (source, wanted)
     for odd in ((x for x in [1]), object(), range(3), len):
         with pytest.raises(TypeError, match="no plain data"):
             encode(odd)
@@ -335,8 +334,7 @@ def f(x):
 """
 FORGED = """
 import glob, json, os, sys
-note = json.dumps({"values": [True], "passed": True, "score": 1})
-line = json.dumps({"status": 0, "out": "%s", "note": note}) + chr(10)
+line = "[%s]" + chr(10)
 for path in glob.glob(f"/proc/{os.getppid()}/fd/*") + glob.glob("/proc/self/fd/*"):
     try:
         with open(path, "w") as file:
@@ -352,16 +350,18 @@ HOSTILE = {
     "a list equal to all": "class E(list):\n    def __eq__(self, o): return True\ndef f(x): return E([1])",
     "patches builtins": "import builtins, json\nfor n in ('all', 'any', 'bool', 'isinstance', 'format', 'type'):\n"
     "    setattr(builtins, n, lambda *a: True)\n"
-    "json.dumps = lambda *a: '{\"values\": [[\"i\", \"9\"]]}'\ndef f(x): return 1",
-    "patches the driver": "import sys\nfor m in list(sys.modules.values()):\n    for n in ('encode', 'wait', 'play'):\n"
+    "json.dumps = lambda *a: '[[\"i\", \"9\"]]'\ndef f(x): return 1",
+    "patches the driver": "import sys\nfor m in list(sys.modules.values()):\n    for n in ('encode', 'flush'):\n"
     "        if hasattr(m, n): setattr(m, n, lambda *a: ['b', ''])\ndef f(x): return 1",
+    "patches the driver's frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+    "        frame.f_globals['encode'] = lambda *a: 9\n        frame = frame.f_back\n    return 1",
     "reads frames and objects": FRAMES,
     "reads files": "import glob\ndef f(x): return [open(p).read() for p in glob.glob('**/*.*', recursive=True)]",
     "reads its parent": "import os\ndef f(x):\n    return open(f'/proc/{os.getppid()}/mem', 'rb').read(9)",
     "reads the environment": "import os\ndef f(x):\n    return dict(os.environ)",
-    "prints what is wanted": "print(9)\nprint(16)\nprint('{\"values\": [9]}')\ndef f(x):\n    print(x * x)",
+    "prints what is wanted": "print(9)\nprint(16)\nprint('[9]')\ndef f(x):\n    print(x * x)",
     "forges results": FORGED % 9 + "def f(x): return 1",
-    "ends its parent": "import os\nos.kill(os.getppid(), 9)\n" + RIGHT,
+    "ends its parent": "import os\nos.kill(os.getppid(), 9)\ndef f(x): return 1",
     "stops its parent": "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(9)",
     "sleeps": "import time\ntime.sleep(10**6)",
     "loops": "while True: pass",
@@ -419,7 +419,7 @@ class Spy:
 
 
 def spied(answer: SandboxResult | Exception, data: dict[str, Any]) -> tuple[Score, str]:
-    check_, spy = Code(), Spy(answer)
+    check_, spy = Code(partial=True), Spy(answer)
     object.__setattr__(check_, "_sandbox", spy)
     return asyncio.run(check_("def f(x): return 1", data)), spy.seen
 
@@ -432,7 +432,7 @@ def test_what_is_expected_never_goes_in():
         "tests": ["assert f(1) == 'zebra-1'", {"call": "f", "expected": "zebra-2"}, {"input": "5", "output": "zebra-3"}]
     }
     data["tests"].append("x = 'zebra-4'\nassert {x} == f(2)")
-    _, seen = spied(NOTHING, data)
+    _, seen = spied(dataclasses.replace(NOTHING, stdout=READY), data)
     assert "f(1)" in seen and "f(2)" in seen and "zebra" not in seen
 
 
@@ -447,8 +447,8 @@ def test_a_program_that_ends_the_sandbox_scores_0():
 
     class Ended(Spy):
         async def run_python(self, code, *, stdin=b"", files=None, limits=None):
-            idle = not json.loads(stdin)["program"]
-            return dataclasses.replace(NOTHING, stdout=b"ready\n" * idle, killed=None if idle else "lost")
+            idle = "'program': ''" in code
+            return dataclasses.replace(NOTHING, stdout=READY * idle, killed=None if idle else "lost")
 
     check_ = Code()
     object.__setattr__(check_, "_sandbox", Ended(NOTHING))
@@ -458,14 +458,11 @@ def test_a_program_that_ends_the_sandbox_scores_0():
 
 def test_what_comes_back_is_not_trusted():
     cases = plan(SQUARE, "")
-    lines = ["[]", "{}", "9", "{", '{"status": 0}', "null", '{"status": 0, "out": "", "note": "[]"}', "[" * 10**5]
-    values = ([], 9, [[9]], [["x", 1]])
-    lines += [json.dumps({"status": 0, "out": "", "note": json.dumps({"values": v})}) for v in values]
-    lines += [json.dumps({"status": s, "out": "", "note": '{"values": [["i", "9"]]}'}) for s in (None, 1, -9)]
-    for line in lines:
-        assert all(compare(cases, f"{line}\n{line}", 0.0)), line
-    good = json.dumps({"status": 0, "out": "", "note": '{"values": [["i", "9"]]}'})
-    assert compare(cases, f"{good}\n{good}\n{good}", 0.0)[0] == "" and len(compare(cases, good * 9, 0.0)) == 2
+    good = '[["i", "9"]]'
+    for out in ("", "[]", "{}", "9", "{", "null", "[9, 9]", "[[9]]", '[["x", 1]]', "[" * 10**5, good * 2):
+        assert all(compare(cases, [("", out)] * 2, 0.0)), out
+    assert compare(cases, [("it took too long", good)] * 2, 0.0) == ["it took too long"] * 2
+    assert compare(cases, [("", good)], 0.0) == ["", "it was not reached"]
 
 
 def test_partial_tolerance_and_options():

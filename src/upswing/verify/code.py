@@ -6,7 +6,6 @@ yes), and even these are read in a process apart, with a deadline.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from upswing.trajectory.types import Score
 from upswing.verify.code_driver import READY
 from upswing.verify.code_tests import IMPORTS, plan
 from upswing.verify.options import Amount, Options
-from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable, default_sandbox
+from upswing.verify.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxUnavailable, default_sandbox
 from upswing.verify.text import Timeout, read_answer, unscored
 from upswing.verify.worker import Overrun, Workers
 
@@ -38,7 +37,7 @@ class Code(Options):
     """1 when the answer's program passes every test of the task; with `partial`, the share of tests passed.
 
     The program is the last block fenced as Python (or not as anything), or the whole answer where nothing is fenced.
-    Tests are in `data['tests']` (see `code_tests`); `data['setup']` runs before the program. Each test is a process of
+    Tests are in `data['tests']` (see `code_tests`); `data['setup']` runs before the program. Each test has a sandbox of
     its own. A fault of the program is 0; tests that can't be read, and a sandbox that doesn't work, are no score.
 
     `tolerance`: of floats, absolute and relative; not in asserts, which say their own. `timeout_s`: of one test, wall
@@ -65,48 +64,52 @@ class Code(Options):
             return unscored(str(error))
         if not program:
             return Score(value=0.0, components={"passed": 0.0}, reason="there is no Python code in the answer")
-        given = {
-            "program": program,
-            "setup": str(data.get("setup") or data.get("test_setup_code") or ""),
-            "imports": IMPORTS * any("tuples_are_lists" in case for case in cases),
-        }
+        imports = IMPORTS * any("tuples_are_lists" in case for case in cases)
+        setup = str(data.get("setup") or data.get("test_setup_code") or "")
         try:
-            text = await self._run(given, cases)
-            if not text.startswith(READY):  # is it the program's doing, or the sandbox's?
-                idle = await self._run({"program": "", "imports": ""}, ())
-                if not idle.startswith(READY):
-                    return unscored(f"the sandbox doesn't work: {idle:.300}")
+            results = await self._play(cases, {"imports": imports, "setup": setup, "program": program})
         except SandboxUnavailable as error:
             return unscored(str(error))
         try:
-            told = {"cases": cases, "text": text.partition("\n")[2], "tolerance": self.tolerance}
-            faults = await _compare.call(_COMPARE_S, **told)
+            faults = await _compare.call(_COMPARE_S, cases=cases, results=results, tolerance=self.tolerance)
         except Overrun as error:
             faults = [f"what it gave takes too much to compare ({error})"] * len(cases)
         passed = sum(not fault for fault in faults) / len(faults)
         first = next((f"test {i} of {len(faults)}: {fault}" for i, fault in enumerate(faults, 1) if fault), "")
-        return Score(
-            value=passed if self.partial else float(passed == 1), components={"passed": passed}, reason=first[:500]
-        )
+        value = passed if self.partial else float(passed == 1)
+        return Score(value=value, components={"passed": passed}, reason=first[:500])
 
-    async def _run(self, given: Mapping[str, str], cases: Sequence[Mapping[str, Any]]) -> str:
-        """What the driver wrote. Raises SandboxUnavailable."""
+    async def _play(self, cases: Sequence[Mapping[str, Any]], job: Mapping[str, str]) -> list[tuple[str, str]]:
+        """(fault, what came out) of every test up to the first fault, or with `partial` of all, as far as time and room
+        last. Raises SandboxUnavailable."""
         longest = max((len(str(one)) for case in cases for one in case.get("accepted", (case.get("test"),))), default=0)
-        room = min(_MOST_ROOM, _ROOM * (1 + 4 * longest // _ROOM))  # coarse: the program can see its limit
-        total_s = min(self.total_timeout_s, self.timeout_s * len(cases) + 5)
-        job = {
-            **given,
-            "tests": [{key: case[key] for key in ("stdin", "calls") if key in case} for case in cases],
-            "timeout_s": self.timeout_s,
-            "output_bytes": room,
-            "stop_at_fault": not self.partial,
-        }
-        most = min(_MOST_BYTES, (len(cases) + 1) * 6 * room)  # a byte that is no text becomes six
-        limits = SandboxLimits(wall_s=total_s, cpu_s=total_s, memory_mb=self.memory_mb, output_bytes=most)
-        result = await self._sandbox.run_python(_DRIVER, stdin=json.dumps(job).encode(), limits=limits)
-        text = result.stdout.decode("utf-8", "replace")
-        ended = result.killed or f"exit code {result.returncode}"
-        return text if text.startswith(READY) else f"it was ended ({ended}): {text or result.stderr!r}"
+        room, left_s, left_bytes = min(_MOST_ROOM, _ROOM + 4 * longest), self.total_timeout_s, _MOST_BYTES
+        found: list[tuple[str, str]] = []
+        for case in cases:
+            if left_s <= 0 or left_bytes <= 0 or (found and found[-1][0] and not self.partial):
+                break
+            wall_s, most = min(self.timeout_s, left_s), min(room, left_bytes)
+            given = {**job, "calls": case.get("calls", ())}
+            result = await self._run(given, case.get("stdin", ""), wall_s=wall_s, cpu_s=left_s, output_bytes=most)
+            if not result.stdout.startswith(READY):  # is it the program's doing, or the sandbox's?
+                idle = await self._run({**dict.fromkeys(job, ""), "calls": ()}, "")
+                if not idle.stdout.startswith(READY):
+                    raise SandboxUnavailable(f"the sandbox doesn't work: {_fault(idle)}: {idle.stderr[-300:]!r}")
+            left_s, left_bytes = left_s - result.duration_s, left_bytes - len(result.stdout)
+            found.append((_fault(result), result.stdout.removeprefix(READY).decode("utf-8", "replace")))
+        return found
+
+    async def _run(self, job: Mapping[str, Any], stdin: str, **limits: Any) -> SandboxResult:
+        fed, most = stdin.encode("utf-8", "surrogateescape"), SandboxLimits(memory_mb=self.memory_mb, **limits)
+        return await self._sandbox.run_python(f"{_DRIVER}\nmain({job!r})\n", stdin=fed, limits=most)
+
+
+def _fault(result: SandboxResult) -> str:
+    """Why a test's program didn't come to its end; empty when it did."""
+    if result.killed:
+        return "it took too long" if result.killed == "wall" else f"it was stopped ({result.killed})"
+    said = result.stderr.decode("utf-8", "replace")[:300]
+    return said or f"it ended with exit code {result.returncode} and without a result" if result.returncode else ""
 
 
 def read_code(answer: str | None) -> str:

@@ -251,32 +251,23 @@ def _unsplit(node: ast.AST) -> ValueError:
 # -- the comparison: runs in a worker, for nothing that came back is trusted -------------------------------------------
 
 
-def compare(cases: Sequence[Mapping[str, Any]], text: str, tolerance: float) -> list[str]:
-    """Of every case, what is wrong with it; empty when it passed. Nothing in `text` is trusted."""
-    lines = [*text.split("\n"), *[""] * len(cases)]
-    return [_fault(case, line, tolerance) for case, line in zip(cases, lines, strict=False)]
+def compare(cases: Sequence[Mapping[str, Any]], results: Sequence[Sequence[str]], tolerance: float) -> list[str]:
+    """Of every case, what is wrong with it; empty when it passed. `results`: (fault, what came out) of the tests that
+    were played; what came out is not trusted."""
+    left = [("it was not reached", "")] * (len(cases) - len(results))
+    return [fault or _fault(case, out, tolerance) for case, (fault, out) in zip(cases, [*results, *left], strict=True)]
 
 
-def _fault(case: Mapping[str, Any], line: str, tolerance: float) -> str:
-    if not line:
-        return "it was not reached, or the program stopped the tests"
+def _fault(case: Mapping[str, Any], out: str, tolerance: float) -> str:
     try:
-        result = json.loads(line)
-        note = json.loads(result["note"] or "{}")
-        if result["status"] is None:
-            return "it took too long"
-        if "error" in note:
-            return str(note["error"])[:300].encode("utf-8", "replace").decode()
-        if result["status"] != 0 or ("calls" in case and "values" not in note):
-            return f"it ended with exit code {result['status']} and without a result"
         if "stdin" in case:
-            out = result["out"]
             right = any(same_output(out, wanted, tolerance) for wanted in case["accepted"])
             return "" if right else f"it printed {out!r:.200}"
-        values = [decode(value) for value in note["values"]]
-        return (
-            "" if len(values) == len(case["calls"]) and _right(case, values, tolerance) else f"it gave {values!r:.200}"
-        )
+        if not out:
+            return "it ended without a result"
+        values = [decode(value) for value in json.loads(out)]
+        right = len(values) == len(case["calls"]) and _right(case, values, tolerance)
+        return "" if right else f"it gave {values!r:.200}"
     except Exception as error:
         return f"its result can't be compared ({type(error).__name__}: {error})"[:300]
 
