@@ -1,15 +1,28 @@
-"""The agent of a `verifiers` environment as its `Env.run` sees it, with Upswing's loop behind it."""
+"""The agent of a `verifiers` environment as its `Env.run` sees it, with Upswing's loop behind it. Imports the package."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from verifiers.v1 import Segment
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.mcp.server import _call_state
+from verifiers.v1.runtimes import SubprocessConfig, make_runtime
+from verifiers.v1.session import call_hook
+from verifiers.v1.state import state_cls
+from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
+from verifiers.v1.types import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage, content_text
+from verifiers.v1.utils.decorators import discover_decorated, invoke
 
 from upswing.envs.parsing import THINK_CLOSE
 from upswing.errors import EnvironmentBroken
-from upswing.trajectory.types import Message, StopReason
+from upswing.trajectory.types import Message, StopReason, Task
 
 if TYPE_CHECKING:
     from upswing.envs.adapters.verifiers import Verifiers
@@ -48,11 +61,6 @@ class Exchange:
     """One run of the agent: what `vf.Interaction` is, with Upswing's loop behind `turn`."""
 
     def __init__(self, play: Verifiers, task: Any) -> None:
-        from verifiers.v1.configs.agent import AgentConfig
-        from verifiers.v1.runtimes import SubprocessConfig, make_runtime
-        from verifiers.v1.state import state_cls
-        from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-
         self._play, self._task = play, task
         described = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         config = AgentConfig(model="policy", runtime=SubprocessConfig())
@@ -67,9 +75,6 @@ class Exchange:
         self._closed = False
 
     async def open(self) -> None:
-        from verifiers.v1.mcp.server import _call_state
-        from verifiers.v1.utils.decorators import invoke
-
         _call_state.set(self.trace.state)  # what tools see: they are called from the episode's own asyncio task
         await self._runtime.start()
         await invoke(self._task.setup, {"trace": self.trace, "runtime": self._runtime})
@@ -77,14 +82,11 @@ class Exchange:
         for toolset in self._toolsets:
             await toolset.setup()
             await toolset.setup_task(self._task.data)
-        self._schemas = self._play.take(tools_of([*self._play.shared.toolsets, *self._toolsets]))
+        self._play.equip(tools_of([*self._play.shared.toolsets, *self._toolsets]))
+        self._schemas = self._play._schemas()
 
     async def turn(self, message: Any = None) -> Any:
         """One segment: the agent speaks, calls tools and speaks, until it says something without a call."""
-        from verifiers.v1 import Segment
-        from verifiers.v1.dialects import parse_message
-        from verifiers.v1.types import SystemMessage, UserMessage
-
         data, before = self.trace.task.data, len(self.trace.nodes)
         new = [UserMessage(content=message)] if isinstance(message, str) else [*(message or ())]
         if not self.trace.nodes:
@@ -101,13 +103,11 @@ class Exchange:
 
     async def _speak(self) -> bool:
         """One turn of the agent; whether it goes on without the environment."""
-        from verifiers.v1.types import AssistantMessage as Said
-        from verifiers.v1.types import ToolCall, ToolMessage
-
         if self._schemas is not None:
-            heard, schemas, self._schemas = self._play.opening(tuple(self._said)), self._schemas, None
-        else:
-            heard, schemas = tuple(map(self._play.heard, self._said)), ()
+            heard = self._play._opening(Task(id="", messages=tuple(self._said)))
+            schemas, self._schemas = self._schemas, None
+        else:  # nothing in it may look like the protocol's own
+            heard, schemas = tuple(replace(one, content=self._play._clean(one.content)) for one in self._said), ()
         self._said = []
         said = await self._play.ask(heard, schemas)
         records = await self._play.act(said)
@@ -117,20 +117,16 @@ class Exchange:
             for record in records or ()
             if record.call.name
         ]
-        message = Said(
-            content=content.strip(), reasoning_content=reasoning if closed else None, tool_calls=calls or None
-        )
+        thought = reasoning if closed else None
+        message = AssistantMessage(content=content.strip(), reasoning_content=thought, tool_calls=calls or None)
         self._commit(message, sampled=True, cut=not said.finished)
-        for record in records or ():
-            name = record.call.name if record.call.name in self._play.tool_names else None
+        for record in records or ():  # a name that the agent made up could be markup
+            name = record.call.name if record.call.name in self._play._tools else None
             self._commit(ToolMessage(tool_call_id=record.call.id, content=record.result, name=name))
         return bool(records)
 
     async def _stopped(self) -> bool:
         """Whether a limit or one of the task's stops ends the run before the next turn."""
-        from verifiers.v1.session import call_hook
-        from verifiers.v1.trace import Trace
-
         if self.trace.stop_condition is None and self._play.cut():
             limits = {StopReason.MAX_TOKENS: "max_output_tokens", StopReason.MAX_TURNS: "max_turns"}
             assert self._play.ended is not None
@@ -141,9 +137,6 @@ class Exchange:
         return self.trace.stop_condition is not None
 
     def _commit(self, message: Any, *, sampled: bool = False, cut: bool = False) -> None:
-        from verifiers.v1.graph import MessageNode
-        from verifiers.v1.trace import ModelCall
-
         number = len(self.trace.nodes)
         self.trace.nodes.append(MessageNode(parent=number - 1 if number else None, message=message, sampled=sampled))
         if sampled:
@@ -153,8 +146,6 @@ class Exchange:
 
     async def close(self) -> Any:
         """Finish the run: the task's finalize and scoring. Raises what they raise."""
-        from verifiers.v1.utils.decorators import invoke
-
         if not self._closed:
             self._closed = True
             self.trace.stop("user_closed")
@@ -171,15 +162,11 @@ class Exchange:
 
 
 def as_message(message: Any) -> Message:
-    from verifiers.v1.types import content_text
-
     return Message(role=message.role, content=content_text(message.content), name=getattr(message, "name", None))
 
 
 def tools_of(toolsets: list[Any]) -> dict[str, Callable[..., Any]]:
     """The `@vf.tool` methods under the names that the package gives them."""
-    from verifiers.v1.utils.decorators import discover_decorated
-
     found: dict[str, Callable[..., Any]] = {}
     for toolset in toolsets:
         for tool in discover_decorated(toolset, "tool"):

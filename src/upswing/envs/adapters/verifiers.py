@@ -12,13 +12,12 @@ import copy
 import functools
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from upswing.envs.adapters import library
-from upswing.envs.adapters.exchange import Agent, as_message
 from upswing.envs.base import AssistantMessage, Observation, check_split
 from upswing.envs.dataset import check_disjoint
 from upswing.envs.generated import split_of
@@ -83,6 +82,8 @@ class Verifiers(ToolEnv):
 
     def _task(self, split: str, one: Any) -> Task:
         """`data['row']` is the task's data, of which the package's own task is made again."""
+        from upswing.envs.adapters.exchange import as_message
+
         row = one.data.model_dump(mode="json", exclude_none=True, exclude={"idx"})
         prompt = one.data.prompt if isinstance(one.data.prompt, list) else []
         text = one.data.prompt if isinstance(one.data.prompt, str) else one.data.name or one.key
@@ -158,28 +159,10 @@ class Verifiers(ToolEnv):
         self.ended = self._end_reason()
         return records
 
-    @property
-    def tool_names(self) -> Collection[str]:
-        """What may be repeated of a call: a name that the agent made up could be markup."""
-        return self._tools.keys()
-
     def cut(self) -> bool:
         """Whether Upswing's limits allow no further turn."""
         self.ended = self.ended or self._end_reason()
         return self.ended is not None
-
-    def take(self, tools: Mapping[str, Callable[..., Any]]) -> tuple[Mapping[str, Any], ...]:
-        """A task's tools; their schemas, where the chat template shows them."""
-        self.equip(tools)
-        return self._schemas()
-
-    def opening(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """With the protocol explained where the chat template doesn't."""
-        return self._opening(Task(id="", messages=messages))
-
-    def heard(self, message: Message) -> Message:
-        """What the environment says, with nothing in it that looks like the protocol's own."""
-        return replace(message, content=self._clean(message.content))
 
     def _flush(self) -> tuple[ToolRecord, ...]:
         records, self._records = tuple(self._records), []
@@ -189,6 +172,8 @@ class Verifiers(ToolEnv):
         """One episode, as the package's own runner plays it."""
         from verifiers.v1 import EnvInfo, Episode
         from verifiers.v1.trace import TraceTask
+
+        from upswing.envs.adapters.exchange import Agent
 
         world = self.shared
         await world.begin()
