@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import random
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from upswing.envs.generated import GeneratedEnv
 from upswing.trajectory.types import Message, Task
+from upswing.verify.numeric import OPERATORS
 
 MAX_CHARS, MAX_BITS, MAX_EXPONENT = 200, 4096, 64
 _WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
-_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: lambda a, b: Fraction(a // b),
-    ast.Mod: operator.mod,
-}
+_OPERATORS = {**OPERATORS, ast.FloorDiv: lambda a, b: Fraction(a // b), ast.Mod: operator.mod}
 
 
 def calculate(expression: str) -> str:
@@ -46,9 +40,7 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> Fraction:
     match node:
-        case ast.Constant(value=bool() | complex()):
-            pass
-        case ast.Constant(value=int() | float() as number) if number == number and abs(number) != float("inf"):
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and math.isfinite(number):
             return Fraction(str(number))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             return -_value(operand) if isinstance(sign, ast.USub) else _value(operand)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from upswing.envs.generated import GeneratedEnv, book
 from upswing.envs.tools import tool
-from upswing.errors import ConfigError, EnvironmentBroken
+from upswing.errors import ConfigError
 from upswing.trajectory.types import Message, Task
 from upswing.verify.sandbox import SandboxLimits, SandboxResult, SandboxUnavailable, default_sandbox
 
@@ -51,10 +51,7 @@ class Code(Sandboxed):
     @tool()
     async def run_python(self, code: str) -> str:
         """Run a Python program by itself for at most 5 seconds; -> what it prints."""
-        try:
-            return shown(await self._sandbox.run_python(code, limits=_LIMITS))
-        except SandboxUnavailable as problem:
-            raise EnvironmentBroken(str(problem)) from problem
+        return shown(await self._sandbox.run_python(code, limits=_LIMITS))
 
     def draw(self, rng: random.Random) -> Task:
         while True:

@@ -81,32 +81,28 @@ class CustomerService(GeneratedEnv):
     def draw(self, rng: random.Random) -> Task:
         request = rng.choice(_BOOK["requests"])
         database, number = self._database(request, rng)
-        order = database[number]
+        order, address, does = database[number], _address(rng), request.get("does", "")
+        facts = [fact.format(price=order["price"], address=address) for fact in request["facts"]]
         script = {
             "goal": request["says"],
             "order": number,
             "email": _email(order["customer"]),
-            "address": _address(rng),
-            "facts": [fact.format(price=order["price"], address="{address}") for fact in request["facts"]],
+            "address": address,
+            "facts": facts,
         }
-        script["facts"] = [fact.replace("{address}", script["address"]) for fact in script["facts"]]
         after = copy.deepcopy(database)
-        changes = {
-            "cancel": {"status": "cancelled"},
-            "refund": {"status": "refunded"},
-            "address": {"address": script["address"]},
-        }
-        after[number] |= changes.get(request.get("does", ""), {})
-        unsaid = {"found": False, "read": False, "said": dict.fromkeys(script["facts"], False)}
+        changes = {"cancel": {"status": "cancelled"}, "refund": {"status": "refunded"}, "address": {"address": address}}
+        after[number] |= changes.get(does, {})
+        unsaid = {"found": False, "read": False, "said": dict.fromkeys(facts, False)}
         return self.make_task(
             json.dumps([request["kind"], script, database]),
             request["says"],
             kind=request["kind"],
-            does=request.get("does", ""),
+            does=does,
             script=script,
             database=database,
             start_state={"orders": database, **_JUDGED, **unsaid},
-            final_state={"orders": after, **_JUDGED, "said": dict.fromkeys(script["facts"], True)},
+            final_state={"orders": after, **_JUDGED, "said": dict.fromkeys(facts, True)},
         )
 
     def _database(self, request: Mapping[str, Any], rng: random.Random) -> tuple[dict[str, dict[str, Any]], str]:

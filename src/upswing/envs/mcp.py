@@ -327,18 +327,10 @@ def _part_text(part: Any) -> str:
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Call:
+async def _call(server: McpServer, name: str, timeout_s: float, /, **arguments: Any) -> str:
     """What a tool runs."""
-
-    server: McpServer
-    name: str
-    timeout_s: float
-
-    async def __call__(self, /, **arguments: Any) -> str:
-        work = self.server.call(self.name, arguments, self.timeout_s)
-        result: str = await asyncio.wrap_future(background().submit(work))
-        return result
+    result: str = await asyncio.wrap_future(background().submit(server.call(name, arguments, timeout_s)))
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,11 +358,11 @@ class McpTools:
 
     def __init__(self, given: Any, where: str, timeout_s: float) -> None:
         spec = read_spec(given, where)
-        tools = _tools_of(spec.model_dump_json(), timeout_s)
+        self.tools = _tools_of(spec.model_dump_json(), timeout_s)
         self._own = McpServer(spec, reopens=False) if spec.per_trajectory else None
-        if self._own is not None:
-            tools = tuple(replace(tool, function=replace(tool.function, server=self._own)) for tool in tools)
-        self.tools = tools
+        if own := self._own:
+            again = ((tool, functools.partial(_call, own, *tool.function.args[1:])) for tool in self.tools)
+            self.tools = tuple(replace(tool, function=function) for tool, function in again)
 
     async def close(self) -> None:
         if self._own is not None:
@@ -438,7 +430,7 @@ def _tool(server: McpServer, listed: Any, spec: McpSpec, timeout_s: float) -> Mc
         name=name,
         description=(listed.description or listed.title or listed.name).strip(),
         parameters=tuple(_parameter(key, part, key in required) for key, part in parameters),
-        function=_Call(server=server, name=listed.name, timeout_s=timeout_s),
+        function=functools.partial(_call, server, listed.name, timeout_s),
         timeout_s=timeout_s + CONNECT_S + 2 * ALIVE_S,
         problem_of=problem_of,
         takes_more=bool(schema.get("additionalProperties", False)),

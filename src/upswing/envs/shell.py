@@ -17,7 +17,7 @@ from upswing.envs.code import Sandboxed, shown
 from upswing.envs.tools import tool
 from upswing.errors import EnvironmentBroken
 from upswing.trajectory.types import Message, Task
-from upswing.verify.sandbox import SandboxLimits, SandboxUnavailable, Workspace
+from upswing.verify.sandbox import SandboxLimits, SandboxResult, Workspace
 
 _LIMITS = SandboxLimits(wall_s=10.0, cpu_s=5.0, memory_mb=256, output_bytes=20_000)
 _LOOK = ["find", ".", "-mindepth", "1", "(", "!", "-type", "d", ")", "-printf", r"%y %m %P\0%l\0"]
@@ -86,10 +86,7 @@ class Shell(Sandboxed):
             for path, text in task.data["files"].items()
         }
         self._held = AsyncExitStack()
-        try:
-            self._place = await self._held.enter_async_context(self._sandbox.workspace(given))
-        except SandboxUnavailable as problem:
-            raise EnvironmentBroken(str(problem)) from problem
+        self._place = await self._held.enter_async_context(self._sandbox.workspace(given))
         if task.data["setup"]:
             shown(await self._execute(["bash", "-c", task.data["setup"]]))
         self._start, self._found = await self._look(), {}
@@ -112,12 +109,9 @@ class Shell(Sandboxed):
         if self._place is not None:
             await self._held.aclose()
 
-    async def _execute(self, argv: list[str]) -> Any:
+    async def _execute(self, argv: list[str]) -> SandboxResult:
         assert self._place is not None
-        try:
-            return await self._place.run(argv, limits=_LIMITS)
-        except SandboxUnavailable as problem:
-            raise EnvironmentBroken(str(problem)) from problem
+        return await self._place.run(argv, limits=_LIMITS)
 
     async def _look(self) -> dict[str, Any]:
         """What is at every path: {text, executable}, {link} or {other}; a tree that can't be read is one odd path."""

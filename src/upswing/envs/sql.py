@@ -19,15 +19,8 @@ MAX_ROWS, MAX_STEPS, MAX_CELL, MAX_PAGES = 50, 200_000, 1000, 64
 """Rows shown, SQLite's own steps a statement, characters a cell (one step works on a whole cell), pages of 4 KiB."""
 _BOOK = book("sql")
 _TABLES = ("customers", "products", "orders")
-_ALLOWED = {
-    sqlite3.SQLITE_SELECT,
-    sqlite3.SQLITE_READ,
-    sqlite3.SQLITE_INSERT,
-    sqlite3.SQLITE_UPDATE,
-    sqlite3.SQLITE_DELETE,
-    sqlite3.SQLITE_FUNCTION,
-    sqlite3.SQLITE_RECURSIVE,
-}
+_ALLOWED = ("SELECT", "READ", "INSERT", "UPDATE", "DELETE", "FUNCTION", "RECURSIVE")
+_CODES = {getattr(sqlite3, f"SQLITE_{name}") for name in _ALLOWED}
 
 
 class Sql(GeneratedEnv):
@@ -80,7 +73,7 @@ class Sql(GeneratedEnv):
         self._database = make_database(task.data["seed"], task.data["num_orders"])
         self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL)
         self._database.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
-        self._database.set_authorizer(_authorize)
+        self._database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _CODES else sqlite3.SQLITE_DENY)
 
     def close(self) -> None:
         if self._database is not None:
@@ -144,7 +137,3 @@ def run(database: sqlite3.Connection, query: str) -> str:
     lines = [" | ".join(column[0] for column in cursor.description)]
     lines += [" | ".join("NULL" if cell is None else str(cell)[:200] for cell in row) for row in rows[:MAX_ROWS]]
     return "\n".join([*lines, "(more rows left out)"] if len(rows) > MAX_ROWS else lines)
-
-
-def _authorize(action: int, *_: Any) -> int:
-    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY

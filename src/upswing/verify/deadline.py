@@ -82,19 +82,16 @@ class _Slots:
         with self._lock:
             self._freed += 1
 
-    def _take(self) -> int | None:
-        """None when a slot was free, else how many have been freed so far."""
-        with self._lock:
-            if self._taken - self._freed >= MAX_PER_FUNCTION:
-                return self._freed
-            self._taken += 1
-            return None
-
     async def take(self, timeout_s: float) -> None:
         """Wait for a slot. Raises DeadlineExceeded when none comes free for `timeout_s` seconds."""
         loop = asyncio.get_running_loop()
         seen, since = -1, 0.0
-        while (freed := self._take()) is not None:
+        while True:
+            with self._lock:
+                freed = self._freed
+                if self._taken - freed < MAX_PER_FUNCTION:
+                    self._taken += 1
+                    return
             if freed != seen:
                 seen, since = freed, loop.time()
             elif loop.time() - since >= timeout_s:
@@ -103,16 +100,13 @@ class _Slots:
 
 
 _slots: dict[str, _Slots] = {}
-_slots_lock = threading.Lock()
 
 
 def _slots_of(function: Callable[..., Any]) -> _Slots:
     """By name and not by object: environments make their tools anew for every trajectory."""
     target = getattr(function, "func", function)
     kind = target if hasattr(target, "__qualname__") else type(target)
-    key = f"{getattr(kind, '__module__', '')}:{kind.__qualname__}"
-    with _slots_lock:
-        return _slots.setdefault(key, _Slots())
+    return _slots.setdefault(f"{getattr(kind, '__module__', '')}:{kind.__qualname__}", _Slots())
 
 
 def is_async(function: Callable[..., Any]) -> bool:

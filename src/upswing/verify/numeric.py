@@ -135,12 +135,9 @@ class Numeric(Reader):
         return alike and abs(said.value - gold.value) <= allowed
 
 
-_OPERATORS: Mapping[type[ast.operator], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+OPERATORS: Mapping[type[ast.operator], Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv
+}  # fmt: skip
 
 
 def countdown(answer: str | None, data: Mapping[str, Any]) -> float | Score:
@@ -164,7 +161,7 @@ def _evaluate(node: ast.expr, used: Counter[Fraction]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[Fraction(node.value)] += 1
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        result: Fraction = _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        result: Fraction = OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
         return result
     raise ValueError("not arithmetic")

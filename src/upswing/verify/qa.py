@@ -13,7 +13,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from upswing.trajectory.types import Outcome, ToolRecord
@@ -33,29 +33,17 @@ def normalize(text: str) -> str:
 def strict_match(answer: str | None, gold: Sequence[str]) -> float | None:
     """1 when the answer is an accepted one, character by character; only outer whitespace and the Unicode form (NFC)
     are forgiven. Case, punctuation and inner spaces count."""
-    golds = [_trim(one) for one in accepted(gold)]
-    if not golds:
-        return None
-    return 0.0 if answer is None else float(_trim(answer) in golds)
+    return _best(answer, gold, _strict)
 
 
 def exact_match(answer: str | None, gold: Sequence[str]) -> float | None:
     """1 when the answer is an accepted one after SQuAD's normaliser. Golds that it empties compare strictly."""
-    golds = accepted(gold)
-    if not golds:
-        return None
-    if answer is None:
-        return 0.0
-    key = normalize(answer)
-    return float(any(key == normalize(one) if normalize(one) else _trim(answer) == _trim(one) for one in golds))
+    return _best(answer, gold, lambda a, b: float(normalize(a) == normalize(b)) if normalize(b) else _strict(a, b))
 
 
 def f1(answer: str | None, gold: Sequence[str]) -> float | None:
     """Token F1 of SQuAD, the best over the accepted answers; yes and no are all or nothing."""
-    golds = accepted(gold)
-    if not golds:
-        return None
-    return 0.0 if answer is None else max(_f1(answer, one) for one in golds)
+    return _best(answer, gold, _f1)
 
 
 def format_valid(
@@ -73,14 +61,22 @@ def format_valid(
     return float(invalid == 0)
 
 
-def _trim(text: str) -> str:
-    return unicodedata.normalize("NFC", text).strip()
+def _best(answer: str | None, gold: Sequence[str], judge: Callable[[str, str], float]) -> float | None:
+    golds = accepted(gold)
+    if not golds:
+        return None
+    return 0.0 if answer is None else max(judge(answer, one) for one in golds)
+
+
+def _strict(answer: str, gold: str) -> float:
+    a, b = (unicodedata.normalize("NFC", text).strip() for text in (answer, gold))
+    return float(a == b)
 
 
 def _f1(answer: str, gold: str) -> float:
     said, wanted = normalize(answer), normalize(gold)
     if not wanted:
-        return float(_trim(answer) == _trim(gold))
+        return _strict(answer, gold)
     if said != wanted and (said in _CLOSED or wanted in _CLOSED):
         return 0.0
     said_tokens, wanted_tokens = said.split(), wanted.split()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from upswing.errors import ConfigError, UpswingError
+from upswing.errors import ConfigError, EnvironmentBroken
 
 
-class SandboxUnavailable(UpswingError, RuntimeError):
+class SandboxUnavailable(EnvironmentBroken):
     """No isolation here, or a workspace whose processes are gone. Says why and what to do."""
 
 
