@@ -9,6 +9,7 @@ import pytest
 
 from upswing.errors import ConfigError
 from upswing.monitor.progress import Progress
+from upswing.recipe import check_same
 from upswing.stages.context import RunState
 from upswing.stages.runner import run_recipe
 from upswing.view.run_folder import RECIPE
@@ -34,6 +35,19 @@ def test_a_run_is_resumed_with_its_own_recipe_only(tmp_path: Path) -> None:
     (out / RECIPE).write_text(recipe({}).dump())
     with pytest.raises(ConfigError, match=r"differs from that of .* in stages.0.lr \(0.001 there, 0.01 now\)"):
         run_recipe(recipe({"lr": 0.01}), out, resume=True, log=Progress(quiet=True))
+
+
+def test_stages_may_be_added_at_the_end_of_a_resumed_run_but_not_taken_away_or_put_between(tmp_path: Path) -> None:
+    one = recipe({})
+    (stage,) = one.stages
+    later = stage.model_copy(update={"name": "later"})
+    two = one.model_copy(update={"stages": (stage, later)})
+    check_same(one, two, tmp_path)
+    for other in (one.model_copy(update={"stages": ()}), one.model_copy(update={"stages": (later, stage)})):
+        with pytest.raises(ConfigError, match="differs from that of"):
+            check_same(one, other, tmp_path)
+    with pytest.raises(ConfigError, match="stages.1.name"):
+        check_same(two, one, tmp_path)
 
 
 def test_a_cache_too_small_for_one_trajectory_is_refused_before_anything_is_played(tmp_path: Path) -> None:

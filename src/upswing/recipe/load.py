@@ -109,7 +109,9 @@ def _not_found(path: Path) -> str:
 def check_same(before: Recipe, now: Recipe, out: Path) -> None:
     """Raises ConfigError naming the keys in which the resumed recipe differs from that of the run.
 
-    The cluster may be another one."""
+    The cluster may be another one, and stages may have been added at the end.
+    """
+    now = now.model_copy(update={"stages": now.stages[: len(before.stages)]})
     old, new = ({k: v for k, v in flatten(one.to_dict()) if not k.startswith("cluster.")} for one in (before, now))
     keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
     if keys:
