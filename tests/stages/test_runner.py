@@ -46,7 +46,7 @@ def test_stages_may_be_added_at_the_end_of_a_resumed_run_but_not_taken_away_or_p
     for other in (one.model_copy(update={"stages": ()}), one.model_copy(update={"stages": (later, stage)})):
         with pytest.raises(ConfigError, match="differs from that of"):
             check_same(one, other, tmp_path)
-    with pytest.raises(ConfigError, match="stages.1.name"):
+    with pytest.raises(ConfigError, match=r"stages\.1\.name"):
         check_same(two, one, tmp_path)
 
 
