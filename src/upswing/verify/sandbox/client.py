@@ -28,6 +28,8 @@ from upswing.verify.sandbox.base import SandboxLimits, SandboxResult, SandboxUna
 from upswing.verify.sandbox.jail import wire
 
 T = TypeVar("T")
+Files = Mapping[str, bytes]
+"""Contents by path."""
 _START_S = 30.0
 _GRACE_S = 5.0
 """How long after the wall time process 1 may take to say so, before it is killed itself."""
@@ -161,7 +163,7 @@ class _Worker:
 class Workspace:
     """Files in a sandbox of their own, for several runs one after the other. Made by `Sandbox.workspace`."""
 
-    def __init__(self, sandbox: Sandbox, files: Mapping[str, bytes], limits: SandboxLimits = _LIMITS) -> None:
+    def __init__(self, sandbox: Sandbox, files: Files, limits: SandboxLimits = _LIMITS) -> None:
         for name in files:
             path = PurePosixPath(name)
             if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -179,16 +181,13 @@ class Workspace:
 
     def files(self) -> dict[str, bytes]:
         """Every regular file by its path; links are never followed. What doesn't fit into 64 MiB is left out."""
-        return self._get(None)
+        with self._lock:
+            header, texts = self._ask({"ask": "get", "most": _MOST_FILE_BYTES}, [], _MOST_FILE_BYTES)
+        return dict(zip(header["names"], texts, strict=True))
 
     def read(self, path: str) -> bytes | None:
         """A file's bytes; None when there is none, it isn't a regular file, or it lies behind a link."""
-        return None if "\0" in path else self._get(path).get(path)
-
-    def _get(self, name: str | None) -> dict[str, bytes]:
-        with self._lock:
-            header, texts = self._ask({"ask": "get", "name": name, "most": _MOST_FILE_BYTES}, [], _MOST_FILE_BYTES)
-        return dict(zip(header["names"], texts, strict=True))
+        return self.files().get(path)
 
     def _open(self) -> None:
         with self._lock:
@@ -270,31 +269,21 @@ class Sandbox:
             raise
 
     async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        files: Mapping[str, bytes] | None = None,
-        stdin: bytes = b"",
-        limits: SandboxLimits = _LIMITS,
+        self, argv: Sequence[str], *, files: Files | None = None, stdin: bytes = b"", limits: SandboxLimits = _LIMITS
     ) -> SandboxResult:
         """Run a command in a fresh workspace with these files; both are dropped afterwards."""
         place = Workspace(self, files or {}, limits)
         return await self._call(place, functools.partial(place._once, list(argv), b"", stdin, limits))
 
     async def run_python(
-        self,
-        code: str,
-        *,
-        files: Mapping[str, bytes] | None = None,
-        stdin: bytes = b"",
-        limits: SandboxLimits = _LIMITS,
+        self, code: str, *, files: Files | None = None, stdin: bytes = b"", limits: SandboxLimits = _LIMITS
     ) -> SandboxResult:
         """Run Python code as `__main__` in a process whose interpreter is up already; the standard library only."""
         place = Workspace(self, files or {}, limits)
         return await self._call(place, functools.partial(place._once, None, _encoded(code), stdin, limits))
 
     @contextlib.asynccontextmanager
-    async def workspace(self, files: Mapping[str, bytes]) -> AsyncIterator[Workspace]:
+    async def workspace(self, files: Files) -> AsyncIterator[Workspace]:
         place = Workspace(self, files)
         try:
             await self._call(place, place._open)

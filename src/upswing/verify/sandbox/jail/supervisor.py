@@ -13,7 +13,7 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import linux, seccomp, wire
@@ -47,33 +47,21 @@ class Place:
             with open(path, "wb") as file:
                 file.write(text)
 
-    def get(self, name: str | None, most: int) -> tuple[list[str], list[bytes]]:
-        """The regular files, or the one named. No program is alive, so none can swap a path for a link meanwhile."""
-        names, texts = list[str](), list[bytes]()
-        for path in self._paths(name):
+    def get(self, most: int) -> tuple[list[str], list[bytes]]:
+        """The regular files. No program is alive, so none can swap a path for a link meanwhile."""
+        names, texts, left = list[str](), list[bytes](), [self.workspace]
+        while left:
+            path = left.pop()
             with contextlib.suppress(OSError):
                 status = os.lstat(path)
-                if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+                if stat.S_ISDIR(status.st_mode):
+                    left += [os.path.join(path, name) for name in os.listdir(path)]
+                elif stat.S_ISREG(status.st_mode) and status.st_size <= most:
                     with open(path, "rb") as file:
                         texts.append(file.read(status.st_size))
                     names.append(os.path.relpath(path, self.workspace))
                     most -= status.st_size
         return names, texts
-
-    def _paths(self, name: str | None) -> Iterator[str]:
-        if name is not None:
-            path = os.path.join(os.path.realpath(self.workspace), name)
-            if os.path.realpath(path) == path:
-                yield path
-            return
-        left = [self.workspace]
-        while left:
-            with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        left.append(entry.path)
-                    else:
-                        yield entry.path
 
 
 def serve(control: socket.socket, place: Place) -> Job | None:
@@ -90,7 +78,7 @@ def serve(control: socket.socket, place: Place) -> Job | None:
                     place.put(header["names"], parts)
                     reply, back = dict[str, Any](), list[bytes]()
                 case "get":
-                    names, back = place.get(header["name"], header["most"])
+                    names, back = place.get(header["most"])
                     reply = {"names": names}
                 case _:
                     place.resize(header["limits"]["disk_mb"])
