@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from upswing.envs.geo_search import questions
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.expert import Plan, solve
 from upswing.envs.geo_search.facts import City, Country
 from upswing.envs.geo_search.names import fold, stable_hash, tokenize
-from upswing.envs.geo_search.questions import ATTRIBUTES, FORMS, VAGUE, Draft, Ids, attribute_gold
+from upswing.envs.geo_search.questions import ATTRIBUTES, VAGUE, Draft, Ids, attribute_gold
 from upswing.envs.geo_search.relations import RELATIONS
 from upswing.envs.geo_search.tables import (
     NO_BORDER_QUESTION,
@@ -30,7 +31,7 @@ _DEGREES = 3.0
 _MAX_COUNT = 8  # neighbours that a question may ask to count
 
 Spec = tuple[str, Ids]
-"""(form name, the form's ids)."""
+"""(a form: the name of its function in `questions`; the form's ids)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +247,7 @@ def make_task(
 ) -> Task | None:
     """The task of a spec, or None when it wouldn't be a fair one (see `fair`)."""
     form, ids = spec
-    draft = FORMS[form](world, ids, rng)
+    draft: Draft = getattr(questions, form)(world, ids, rng)
     if not fair(world, kind, draft, max_searches):
         return None
     plan = list(draft.plan)

@@ -7,7 +7,7 @@ by a good query, a trap really traps) is checked against the real index in `pool
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,7 @@ def refer(world: World, way: str, key: Any, rng: random.Random) -> Reference:
     return Reference(country, _say(rng, _REFERENCES[wording], x=name), (step,), own)
 
 
-# --- forms ----------------------------------------------------------------------------------------------------------
+# --- forms: `pools` names them ----------------------------------------------------------------------------------------
 
 
 def attribute_of(world: World, ids: Ids, rng: random.Random) -> Draft:
@@ -321,22 +321,3 @@ def count_in_country(world: World, ids: Ids, rng: random.Random) -> Draft:
         entities=tuple(dict.fromkeys((country_id(country), *found, *(city_id(c) for c in cities)))),
         final={"op": "count_equal", "names": names, "to": country.name},
     )
-
-
-Form = Callable[[World, Ids, random.Random], Draft]
-FORMS: Mapping[str, Form] = {
-    form.__name__: form
-    for form in (
-        attribute_of,
-        capital_population,
-        neighbour_attribute,
-        country_by,
-        city_fact,
-        homonym_by_country,
-        renamed_city,
-        compare,
-        compare_capital,
-        count_borders,
-        count_in_country,
-    )
-}

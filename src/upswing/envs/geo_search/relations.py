@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from upswing.envs.geo_search.names import fold
@@ -18,27 +18,19 @@ from upswing.envs.geo_search.tables import WORDINGS
 class Relation:
     """One kind of hop; the fields are explained in `wordings.yaml`."""
 
-    topics: tuple[str, ...]
-    queries: tuple[str, ...]
-    vague: tuple[str, ...]
+    topics: Sequence[str]
+    queries: Sequence[str]
+    vague: Sequence[str]
     inverse: bool
     """The subject is the fact and the answer is the title ('Brussels' -> 'Belgium')."""
-    also: tuple[str, ...]
-    group: str
+    also: Sequence[str] = ()
+    group: str = "o"
 
 
-def _relation(name: str, row: Mapping[str, list[str]]) -> Relation:
-    return Relation(
-        topics=tuple(row.get("topics", [name])),
-        queries=tuple(row["queries"]),
-        vague=tuple(row["vague"]),
-        inverse=name.endswith("_of"),
-        also=tuple(row.get("also", ())),
-        group=str(row.get("group", "o")),
-    )
-
-
-RELATIONS: Mapping[str, Relation] = {name: _relation(name, row) for name, row in WORDINGS["relations"].items()}
+RELATIONS: Mapping[str, Relation] = {
+    name: Relation(**{"topics": [name], **row}, inverse=name.endswith("_of"))
+    for name, row in WORDINGS["relations"].items()
+}
 
 
 def read(relation: str, line: str, subject: str, qualifier: str | None) -> str | None:
