@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upswing.cli.common import EXIT_FAILED, UnsafeLocal, recipe_of, user_command
+from upswing.cli.common import EXIT_FAILED, Overrides, Quiet, Split, UnsafeLocal, recipe_of, user_command
 from upswing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 @user_command
 def audit_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe or run folder.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as env.args.k=1.")
-    ] = None,
+    overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 50,
-    split: Annotated[str, typer.Option(help="Split of the tasks: train, dev or test.")] = "train",
+    split: Split = "train",
     seed: Annotated[int, typer.Option(help="Seed of the task stream.")] = 0,
     max_false_accept: Annotated[float, typer.Option(help="Wrong answers accepted: at most this share.")] = 0.005,
     max_false_reject: Annotated[float, typer.Option(help="Right answers refused: at most this share.")] = 0.01,
     show: Annotated[int, typer.Option(min=0, help="How many offending inputs to show.")] = 10,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and tables.")] = False,
+    quiet: Quiet = False,
     unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Attack a recipe's reward: what it wrongly accepts, wrongly refuses, and what it forgives.

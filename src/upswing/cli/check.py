@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upswing.cli.common import EXIT_FAILED, UnsafeLocal, is_run_folder, recipe_of, user_command
+from upswing.cli.common import EXIT_FAILED, Overrides, Quiet, UnsafeLocal, is_run_folder, recipe_of, user_command
 from upswing.errors import ConfigError
 from upswing.recipe import Recipe, RlStage
 
@@ -26,16 +26,14 @@ if TYPE_CHECKING:
 @user_command
 def check_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe, or a run folder whose checkpoint RL starts from.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as rl.lr=1e-5.")
-    ] = None,
+    overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=2, help="Train tasks to audit and to play.")] = 16,
     samples: Annotated[
         int | None, typer.Option(min=2, help="Samples of each. Default: the stage's group_size.")
     ] = None,
     max_hours: Annotated[float, typer.Option(min=0, help="How long the stage may take.")] = 24.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the table.")] = False,
+    quiet: Quiet = False,
     unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Is the reward clean, can RL learn from this model and these tasks, is there enough compute? Then advice.

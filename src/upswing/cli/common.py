@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,6 +17,13 @@ from upswing.recipe import Recipe, load_recipe
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as rl.lr=1e-5.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Only warnings and tables.")]
+Split = Annotated[str, typer.Option(help="Split of the tasks: train, dev or test.")]
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")]
 UnsafeLocal = Annotated[
     bool, typer.Option("--unsafe-local", help="Run what code and shell run without isolation, as yourself.")
 ]
@@ -47,6 +55,29 @@ def one_line_errors(on_interrupt: Callable[[], str] = lambda: "interrupted") -> 
 
 user_command = one_line_errors()
 """Decorator of a verb: its errors are one line."""
+
+
+def listen(host: str, port: int, path: str) -> Callable[..., None]:
+    """What serves an app there, until it is interrupted, and says where: (app, more options of uvicorn).
+
+    Raises ConfigError.
+    """
+    try:
+        import uvicorn
+    except ImportError:
+        raise ConfigError("serving needs uvicorn; install it with: pip install 'upswing[serve]'") from None
+    try:
+        listening = socket.create_server((host, port), backlog=2048)
+    except OSError as problem:
+        why = problem.strerror or problem
+        raise ConfigError(f"can't listen at {host}:{port} ({why}); choose another --port") from None
+
+    def serve(app: Any, **more: Any) -> None:
+        typer.echo(f"http://{host}:{listening.getsockname()[1]}{path}")
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3, **more)
+        uvicorn.Server(config).run(sockets=[listening])
+
+    return serve
 
 
 def is_run_folder(path: Path) -> bool:

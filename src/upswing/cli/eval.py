@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upswing.cli.common import UnsafeLocal, is_run_folder, recipe_of, user_command
+from upswing.cli.common import Overrides, Quiet, Split, UnsafeLocal, is_run_folder, recipe_of, user_command
 from upswing.errors import ConfigError, did_you_mean
 from upswing.recipe import Recipe, recipe_from
 from upswing.recipe.models import NO_POLICY
@@ -17,20 +17,18 @@ from upswing.recipe.models import NO_POLICY
 @user_command
 def eval_command(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a checkpoint, or a model.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as env.args.k=1.")
-    ] = None,
+    overrides: Overrides = None,
     recipe: Annotated[Path | None, typer.Option(help="The recipe; by default that of the run folder.")] = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(help="Of a run: base or a stage; repeat it to compare several. Default: the last that trained."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of the tasks: train, dev or test.")] = "dev",
+    split: Split = "dev",
     tasks: Annotated[int, typer.Option(help="Number of tasks.")] = 200,
     greedy: Annotated[bool, typer.Option("--greedy/--sampled", help="Take the likeliest token, or sample.")] = True,
     samples: Annotated[int, typer.Option(help="Samples a task, with --sampled.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the table.")] = False,
+    quiet: Quiet = False,
     unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Measure checkpoints on the same tasks: exact match and F1 with intervals, turns, tool calls; paired tests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -28,17 +29,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run_command)
-app.command("eval")(eval_command)
-app.command("check")(check_command)
-app.command("play")(play_command)
-app.command("audit")(audit_command)
-app.command("doctor")(doctor_command)
-app.command("plan")(plan_command)
-app.command("report")(report_command)
-app.command("rescore")(rescore_command)
-app.command("algorithms")(algorithms_command)
-app.command("serve")(serve_command)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    run_command, eval_command, check_command, play_command, audit_command, doctor_command, plan_command,
+    report_command, rescore_command, algorithms_command, serve_command,
+)  # fmt: skip
+for _command in _COMMANDS:
+    app.command(_command.__name__.removesuffix("_command"))(_command)
 app.add_typer(tools_app, name="tools")
 
 

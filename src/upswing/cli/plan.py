@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from upswing.cli.common import check_run_folder, user_command
 from upswing.errors import ConfigError
@@ -23,60 +24,36 @@ if TYPE_CHECKING:
 
 MFU = 0.4
 """Share of a device's peak that training is assumed to reach."""
-
-
-Run = Annotated[
-    Path | None, typer.Argument(help="A run folder to take trajectories, costs, batch and group size from.")
-]
-Devices = Annotated[int, typer.Option(min=2, help="Devices for engines and learners together.")]
-Batch = Annotated[int, typer.Option(min=1, help="Tasks a step.")]
-Group = Annotated[int, typer.Option(min=1, help="Trajectories a task.")]
-Staleness = Annotated[int, typer.Option(min=1, help="max_staleness of the asynchronous rows.")]
-Slots = Annotated[int, typer.Option(min=1, help="Completions an engine runs at once.")]
-Turns = Annotated[int, typer.Option(min=1, help="Most turns of a trajectory.")]
-PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
-TurnTokens = Annotated[float, typer.Option(min=1, help="Median tokens sampled a turn.")]
-TurnSpread = Annotated[float, typer.Option(min=0, max=3, help="Deviation of their logarithm.")]
-ResultTokens = Annotated[int, typer.Option(min=0, help="Tokens of a tool's result.")]
-ToolS = Annotated[float, typer.Option(min=0, help="Median seconds of a tool call.")]
-ToolSpread = Annotated[float, typer.Option(min=0, max=3, help="Deviation of their logarithm.")]
-Parameters = Annotated[float, typer.Option(min=1, max=1e15, help="Of the model.")]
-Bandwidth = Annotated[float, typer.Option(min=1, max=1e18, help="Bytes/s that a device reads weights with (bf16).")]
-Flops = Annotated[float, typer.Option(min=1, max=1e21, help="Peak FLOP/s of a device.")]
-SyncS = Annotated[float, typer.Option(min=0, help="Seconds to give the engines new weights.")]
-EngineStepS = Annotated[float | None, typer.Option(min=1e-9, help="Measured: an engine's step with one completion.")]
-EngineRowS = Annotated[float | None, typer.Option(min=0, help="Measured: more for each further completion.")]
-TrainTokensPerS = Annotated[
-    float | None, typer.Option(min=1e-9, help="Measured: tokens a learner device learns from in a second.")
-]
-Steps = Annotated[int, typer.Option(min=3, help="Steps to simulate.")]
-Seed = Annotated[int, typer.Option(help="Of the drawn lengths.")]
+_RUN = "A run folder to take trajectories, costs, batch and group size from."
+_BANDWIDTH = "Bytes/s that a device reads weights with (bf16)."
+_STEP_S, _ROW_S = "Measured: an engine's step with one completion.", "Measured: more for each further completion."
+_TRAIN = "Measured: tokens a learner device learns from in a second."
 
 
 @user_command
 def plan_command(
-    run: Run = None,
-    devices: Devices = 8,
-    batch: Batch = 64,
-    group: Group = 8,
-    staleness: Staleness = 2,
-    slots: Slots = 64,
-    turns: Turns = 3,
-    prompt_tokens: PromptTokens = 500,
-    turn_tokens: TurnTokens = 200,
-    turn_spread: TurnSpread = 1.0,
-    result_tokens: ResultTokens = 200,
-    tool_s: ToolS = 1.0,
-    tool_spread: ToolSpread = 1.0,
-    parameters: Parameters = 7e9,
-    bandwidth: Bandwidth = 3e12,
-    flops: Flops = 9e14,
-    sync_s: SyncS = 2.0,
-    engine_step_s: EngineStepS = None,
-    engine_row_s: EngineRowS = None,
-    train_tokens_per_s: TrainTokensPerS = None,
-    steps: Steps = 12,
-    seed: Seed = 0,
+    run: Annotated[Path | None, typer.Argument(help=_RUN)] = None,
+    devices: Annotated[int, Option(min=2, help="Devices for engines and learners together.")] = 8,
+    batch: Annotated[int, Option(min=1, help="Tasks a step.")] = 64,
+    group: Annotated[int, Option(min=1, help="Trajectories a task.")] = 8,
+    staleness: Annotated[int, Option(min=1, help="max_staleness of the asynchronous rows.")] = 2,
+    slots: Annotated[int, Option(min=1, help="Completions an engine runs at once.")] = 64,
+    turns: Annotated[int, Option(min=1, help="Most turns of a trajectory.")] = 3,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of a prompt.")] = 500,
+    turn_tokens: Annotated[float, Option(min=1, help="Median tokens sampled a turn.")] = 200,
+    turn_spread: Annotated[float, Option(min=0, max=3, help="Deviation of their logarithm.")] = 1.0,
+    result_tokens: Annotated[int, Option(min=0, help="Tokens of a tool's result.")] = 200,
+    tool_s: Annotated[float, Option(min=0, help="Median seconds of a tool call.")] = 1.0,
+    tool_spread: Annotated[float, Option(min=0, max=3, help="Deviation of their logarithm.")] = 1.0,
+    parameters: Annotated[float, Option(min=1, max=1e15, help="Of the model.")] = 7e9,
+    bandwidth: Annotated[float, Option(min=1, max=1e18, help=_BANDWIDTH)] = 3e12,
+    flops: Annotated[float, Option(min=1, max=1e21, help="Peak FLOP/s of a device.")] = 9e14,
+    sync_s: Annotated[float, Option(min=0, help="Seconds to give the engines new weights.")] = 2.0,
+    engine_step_s: Annotated[float | None, Option(min=1e-9, help=_STEP_S)] = None,
+    engine_row_s: Annotated[float | None, Option(min=0, help=_ROW_S)] = None,
+    train_tokens_per_s: Annotated[float | None, Option(min=1e-9, help=_TRAIN)] = None,
+    steps: Annotated[int, Option(min=3, help="Steps to simulate.")] = 12,
+    seed: Annotated[int, Option(help="Of the drawn lengths.")] = 0,
 ) -> None:
     """Predict step time, utilisation and staleness: synchronous, one step off and asynchronous.
 
@@ -88,20 +65,13 @@ def plan_command(
 
     costs = assumed(parameters, bandwidth, flops, sync_s, engine_step_s, engine_row_s, train_tokens_per_s)
     if run is None:
-        plays = lognormal_plays(
-            turns=turns,
-            prompt_tokens=prompt_tokens,
-            turn_tokens=turn_tokens,
-            turn_spread=turn_spread,
-            tool_s=tool_s,
-            tool_spread=tool_spread,
-            result_tokens=result_tokens,
-        )
+        texts = dict[str, Any](turns=turns, prompt_tokens=prompt_tokens, result_tokens=result_tokens)
+        drawn = dict[str, Any](turn_tokens=turn_tokens, turn_spread=turn_spread, tool_s=tool_s, tool_spread=tool_spread)
+        plays = lognormal_plays(**texts, **drawn)
     else:
         plays, costs, batch, group = measured(run, slots)
-        Progress().note(
-            f"{run}: {batch} tasks x {group}; an engine's step {costs.step_s:.3g} s + {costs.row_s:.2g} s a row"
-        )
+        step = f"an engine's step {costs.step_s:.3g} s + {costs.row_s:.2g} s a row"
+        Progress().note(f"{run}: {batch} tasks x {group}; {step}")
     same = {"plays": plays, "group_size": group, "costs": costs, "seed": seed, "steps": steps}
     rows = compared(devices, batch, staleness, slots, **same)
     Progress().table(_table(rows))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upswing.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, UnsafeLocal, fail, recipe_of, user_command
+from upswing.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, Overrides, UnsafeLocal, fail, recipe_of, user_command
 from upswing.errors import ConfigError
 from upswing.recipe import Recipe
 
@@ -33,9 +33,7 @@ class Stopped(Exception):
 @user_command
 def play_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe or run folder.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as env.args.k=1.")
-    ] = None,
+    overrides: Overrides = None,
     split: Annotated[str, typer.Option(help="Split of the task: train, dev or test.")] = "train",
     seed: Annotated[int, typer.Option(help="Seed of the task stream.")] = 0,
     task_index: Annotated[int, typer.Option(min=0, max=10**6, help="Which task of the stream.")] = 0,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upswing.cli.common import check_run_folder, user_command
+from upswing.cli.common import Quiet, check_run_folder, user_command
 from upswing.errors import ConfigError, did_you_mean
 from upswing.recipe import DistillStage, RlStage, load_recipe
 
@@ -39,7 +39,7 @@ def rescore_command(
     stage: Annotated[list[str] | None, typer.Option(help="Only this stage; may be repeated.")] = None,
     examples: Annotated[int, typer.Option(min=0, help="How many of the largest changes to show.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write every changed trajectory to this JSON Lines file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and tables.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Judge a run's stored trajectories with changed verifiers, and show what would have changed.
 

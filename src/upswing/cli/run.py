@@ -11,16 +11,14 @@ from typing import Annotated
 
 import typer
 
-from upswing.cli.common import UnsafeLocal, is_run_folder, one_line_errors, recipe_of
+from upswing.cli.common import Overrides, Quiet, UnsafeLocal, is_run_folder, one_line_errors, recipe_of
 from upswing.errors import ConfigError
 from upswing.recipe import EvalStage, Recipe, RlStage, SftStage, check_same, load_recipe
 
 
 def run_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/tiny.yaml; or a run folder with --resume.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as rl.lr=1e-5.")
-    ] = None,
+    overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME-DATE-TIME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it stopped.")] = False,
     cluster: Annotated[
@@ -32,7 +30,7 @@ def run_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what would be where and the recipe, and stop.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the final table.")] = False,
+    quiet: Quiet = False,
     unsafe_local: UnsafeLocal = False,
 ) -> None:
     """Run all stages of a recipe. Everything that it does is kept in the run folder."""

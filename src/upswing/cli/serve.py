@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from upswing.cli.common import is_run_folder, user_command
+from upswing.cli.common import Host, Port, is_run_folder, listen, user_command
 from upswing.cli.eval import checkpoints_of
 from upswing.errors import ConfigError
 from upswing.recipe import load_recipe
@@ -19,8 +17,8 @@ from upswing.recipe import load_recipe
 def serve_command(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a model's folder or its name.")],
     stage: Annotated[str | None, typer.Option(help="Of a run: base or a stage; by default the last finished.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     protocol: Annotated[str, typer.Option(help="How the model writes calls: hermes, llama3_json, …")] = "hermes",
     tools_in: Annotated[str, typer.Option(help="Where it reads of tools: template, system or nowhere.")] = "template",
     max_slots: Annotated[int, typer.Option(min=1, help="Completions at once; more wait.")] = 32,
@@ -40,19 +38,11 @@ def serve_command(
     elif stage is not None:
         raise ConfigError(f"--stage needs a run folder, but '{target}' isn't one")
     _check_choices(protocol, tools_in, quantize)
-    try:
-        import uvicorn
-
-        from upswing.rollout.serving import Serving
-    except ImportError as problem:
-        raise ConfigError(f"upswing serve needs {problem.name}; install with: pip install 'upswing[serve]'") from None
-    try:
-        listening = socket.create_server((host, port), backlog=2048)
-    except OSError as problem:
-        raise ConfigError(f"can't listen at {host}:{port} ({problem.strerror}); choose another --port") from None
+    serve = listen(host, port, "/v1")
     from upswing.engine.torch import TorchEngine
     from upswing.models.load import load_model
     from upswing.rollout.limits import Limits
+    from upswing.rollout.serving import Serving
     from upswing.trajectory.render import ChatRenderer
 
     loaded = load_model(model)
@@ -69,9 +59,7 @@ def serve_command(
         protocol=protocol,
         tools_in=tools_in,
     )
-    typer.echo(f"http://{host}:{listening.getsockname()[1]}/v1")
-    config = uvicorn.Config(serving.app(), log_level="warning", timeout_graceful_shutdown=3, lifespan="off")
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))
+    serve(serving.app(), lifespan="off")
 
 
 def _check_choices(protocol: str, tools_in: str, quantize: str | None) -> None:

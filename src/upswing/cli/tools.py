@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upswing.cli.common import is_run_folder, user_command
+from upswing.cli.common import Host, Port, is_run_folder, listen, user_command
 from upswing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ def serve_command(
             help="A recipe, whose environment is served, or functions such as tools.py:search.",
         ),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 5000,
+    host: Host = "127.0.0.1",
+    port: Port = 5000,
     protocol: Annotated[str | None, typer.Option(help="How calls are written, for functions; hermes, say.")] = None,
     step_timeout: Annotated[float, typer.Option(min=0.01, help="Seconds that an action may take.")] = 60.0,
     idle_timeout: Annotated[
@@ -45,23 +44,11 @@ def serve_command(
     ] = 600.0,
 ) -> None:
     """Serve tools, or a recipe's environment, by VerlTool's protocol (POST /get_observation)."""
-    from upswing.envs.tool_server import NEEDS_SERVE, PATH, ToolService
+    from upswing.envs.tool_server import PATH, ToolService
 
     make_env = _environment(source, protocol)
     service = ToolService(make_env, step_timeout_s=step_timeout, idle_timeout_s=idle_timeout)
-    app = service.app()
-    try:
-        import uvicorn
-    except ImportError:
-        raise ConfigError(f"upswing tools serve: {NEEDS_SERVE.format('uvicorn')}") from None
-    try:
-        listening = socket.create_server((host, port), backlog=2048)
-    except OSError as problem:
-        why = problem.strerror or problem
-        raise ConfigError(f"can't listen at {host}:{port} ({why}); choose another --port") from None
-    typer.echo(f"http://{host}:{listening.getsockname()[1]}{PATH}")
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
-    uvicorn.Server(config).run(sockets=[listening])
+    listen(host, port, PATH)(service.app())
 
 
 def _environment(source: list[str], protocol: str | None) -> Callable[[], Environment]:

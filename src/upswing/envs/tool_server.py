@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
+from upswing.envs.adapters import library
 from upswing.envs.base import AssistantMessage, Environment, Observation
 from upswing.envs.parsers import TagsParser
 from upswing.envs.parsing import THINK_CLOSE, storable
@@ -34,7 +35,6 @@ from upswing.verify.http import from_environment, http_client
 from upswing.verify.options import REQUIRED, Positive, problem
 
 PATH = "/get_observation"
-NEEDS_SERVE = "it needs {}; install it with: pip install 'upswing[serve]'"
 RETRY_S = (0.2, 1.0, 3.0)
 """Pauses before another try where no connection came about; whatever was sent is never repeated."""
 _FINISH_S = 5.0
@@ -332,13 +332,11 @@ class ToolService:
 
     def app(self) -> Any:
         """A Starlette application: POST /get_observation and GET /health. Raises ConfigError without the extra."""
-        try:
-            from starlette.applications import Starlette
-            from starlette.requests import Request
-            from starlette.responses import JSONResponse
-            from starlette.routing import Route
-        except ImportError:
-            raise ConfigError(f"upswing tools serve: {NEEDS_SERVE.format('starlette')}") from None
+        library("starlette", "serve")
+        from starlette.applications import Starlette
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
 
         async def observe(request: Request) -> JSONResponse:
             if "origin" in request.headers:  # no login stands between a page that the user looks at and the tools
