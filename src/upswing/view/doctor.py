@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from upswing.view import health
 from upswing.view.charts import Point, Series, line_chart
 from upswing.view.html import Html, h, table
 from upswing.view.page import page
 from upswing.view.run_folder import replace_file
-
-CHIPS = {"critical": "bad", "warning": "warn", "info": ""}
 
 
 def write_doctor_page(path: Path, found: Mapping[str, Any], series: Sequence[Mapping[str, tuple[Point, ...]]]) -> None:
@@ -25,41 +24,15 @@ def _stage(part: Mapping[str, Any], points: Mapping[str, tuple[Point, ...]]) -> 
     about = f"{part['steps']} steps" + (f", {part['first_step']} to {part['last_step']}" if part["steps"] else "")
     rows = [("ok", ", ".join(part["ok"])), ("too few steps yet", ", ".join(part["warming_up"]))]
     rows += [(f"skipped: {mode}", f"needs {', '.join(missing)}") for mode, missing in part["skipped"].items()]
-    modes = table(["Failure modes", ""], [row for row in rows if row[1]], class_="text")
-    findings = [_finding(finding, points) for finding in part["findings"]]
-    read = _read(part) if "format" in part else None
+    findings = [{**one, "title": f"{one['title']} [{one['mode']}]"} for one in part["findings"]]
     return h(
         "section",
         h("h2", f"Stage {part['stage']}"),
         *(h("p", line, class_="muted") for line in (about, *part["notes"])),
-        *findings,
-        h("div", modes, class_="card"),
-        read,
-    )
-
-
-def _finding(finding: Mapping[str, Any], points: Mapping[str, tuple[Point, ...]]) -> Html:
-    chip = h("span", finding["severity"], class_=f"chip {CHIPS[finding['severity']]}")
-    when = f"{finding['mode']}, since step {finding['since']}, found at step {finding['step']}"
-    shown = h("pre", "\n".join(finding["shown"]), tabindex="0") if finding["shown"] else None
-    cited = f"Trajectories: {', '.join(finding['trajectories'])}" if finding["trajectories"] else None
-    remedies = (
-        h("li", remedy["text"], h("pre", remedy["overrides"]) if remedy["overrides"] else None)
-        for remedy in finding["remedies"]
-    )
-    charts = (line_chart(name, [Series(name, points[name])]) for name in finding["signals"] if name in points)
-    return h(
-        "div",
-        h("h3", chip, " ", finding["title"], h("small", when)),
-        h("ul", *(h("li", text) for text in finding["evidence"])),
-        h("p", cited, class_="muted") if cited else None,
-        shown,
-        h("h3", "Likely causes"),
-        h("ol", *(h("li", text) for text in finding["causes"])),
-        h("h3", "What to do"),
-        h("ol", *remedies),
-        h("div", *charts, class_="grid2"),
-        class_="card verdict bad" if finding["severity"] == "critical" else "card verdict",
+        health.render(findings) if findings else None,
+        h("div", *(line_chart(name, [Series(name, one)]) for name, one in points.items()), class_="grid2"),
+        h("div", table(["Failure modes", ""], [row for row in rows if row[1]], class_="text"), class_="card"),
+        _read(part) if "format" in part else None,
     )
 
 

@@ -64,12 +64,13 @@ def _finding(row: Mapping[str, Any]) -> Html:
         h("p", "What to do: ", row["remedy"]) if row.get("remedy") else "",
         *(h("p", "What to do: ", *_remedy(one, str(row.get("stage")))) for one in row.get("remedies") or ()),
         h("p", f"See trajectories {', '.join(map(str, shown))}.", class_="muted") if shown else "",
+        h("pre", "\n".join(row["shown"]), tabindex="0") if row.get("shown") else "",
     ])  # fmt: skip
 
 
 def _remedy(remedy: Mapping[str, Any], stage: str) -> list[Any]:
-    change = remedy.get("change")
-    return [remedy.get("text", ""), *([" ", h("code", overrides(change, stage))] if change else [])]
+    change = remedy.get("overrides") or overrides(remedy.get("change") or {}, stage)
+    return [remedy.get("text", ""), *([" ", h("code", change)] if change else [])]
 
 
 def _action(row: Mapping[str, Any]) -> Html:
