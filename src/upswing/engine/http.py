@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import httpx2
 import torch
@@ -29,11 +29,28 @@ BACKOFF_S = 0.5
 CONTROL_S = 900.0
 """A server that takes longer for anything but sampling hangs; sampling has the turn's own limit."""
 PROBE_S = 60.0
+MEMORY = Path("/dev/shm")
 OVERLOADED = 429
 
 
 class ServerRefused(UpswingError, ValueError):
     """The server says that the request itself is wrong: asking again won't help."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Caller(Protocol):
+    """What takes an engine's calls: a `Server`, or one's insides in this process."""
+
+    url: str
+
+    async def call(
+        self, path: str, *, method: str = "POST", timeout_s: float | None = CONTROL_S, **content: Any
+    ) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
 
 
 class Server:
@@ -77,7 +94,7 @@ class Server:
                 return {}
             problem = f"status {answer.status_code}: {answer.text[:300]}"
             if answer.status_code < 500 and answer.status_code != OVERLOADED:
-                raise ServerRefused(f"the {self.name} server refused {path}: {problem}")
+                raise ServerRefused(f"the {self.name} server refused {path}: {problem}", answer.status_code)
         raise UpswingError(f"the {self.name} server at {self.url} failed at {path} {TRIES} times; the last: {problem}")
 
     async def close(self) -> None:
@@ -112,22 +129,23 @@ class HttpEngine(ABC):
     """Tokens of the server's context that a request can't have."""
 
     def __init__(
-        self, url: str, *, max_context: int, capabilities: Capabilities, weights_dir: Path, api_key: str | None = None
+        self, server: Caller, *, max_context: int, capabilities: Capabilities, weights_dir: Path | None = None
     ) -> None:
-        self.server = Server(self.name, url, api_key)
-        self.max_context, self.capabilities = max_context, capabilities
+        self.server, self.max_context, self.capabilities = server, max_context, capabilities
         self.version = self._loaded = 0
         self.stats = EngineStats()
-        self._parent = weights_dir
+        self._parent = weights_dir or (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir()))
         self._folder: Path | None = None
         """Made with the first weights, so that a server that is refused or only evaluated leaves nothing behind."""
-        self._newest: Path | None = None
+        self._newest: tuple[Path, str] | None = None
+        """The weights that were given last, and their label."""
         self._lock: asyncio.Lock | None = None
 
     @classmethod
     def connect(cls, url: str, *, weights_dir: Path | None = None, api_key: str | None = None) -> Self:
         """Raises ConfigError, with what to do, when there is no such server or it takes no token ids."""
-        with Server(cls.name, url, api_key).probe() as client:
+        server = Server(cls.name, url, api_key)
+        with server.probe() as client:
             try:
                 models = client.get("/v1/models").raise_for_status().json()["data"]
                 limit = int(models[0].get("max_model_len") or 2**31) - cls.reserved
@@ -139,9 +157,7 @@ class HttpEngine(ABC):
                     f"engine.url: no {cls.name} server answers at '{url}' ({type(problem).__name__}: {problem}); "
                     f"start one: {cls.start}"
                 ) from None
-        shared = Path("/dev/shm")
-        folder = weights_dir or (shared if shared.is_dir() else Path(tempfile.gettempdir()))
-        return cls(url, max_context=limit, capabilities=capabilities, weights_dir=folder, api_key=api_key)
+        return cls(server, max_context=limit, capabilities=capabilities, weights_dir=weights_dir)
 
     def require_training(self) -> None:
         """Raises ConfigError for what the server lacks; it may still evaluate."""
@@ -208,20 +224,32 @@ class HttpEngine(ABC):
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load weights (Hugging Face parameter names) as policy `version`, while completions run."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="upswing-weights-", dir=self._parent))
-        folder = self._folder / str(version)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = await self._write(weights, str(version))
+        async with self._loading():
+            await self._replace(folder, str(version), version)
+
+    async def _write(self, weights: Mapping[str, torch.Tensor], name: str) -> Path:
+        """-> the folder that they are in now."""
+        folder = self._place(name)
+        folder.mkdir(exist_ok=True)
         held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
         if EMBEDDING in held:  # where they are tied, a server may have its own copy and would keep the old one
             held[HEAD] = held.get(HEAD, held[EMBEDDING]).clone()
         await asyncio.to_thread(save_file, held, folder / "model.safetensors", {"format": "pt"})
-        old, self._newest, self.version = self._newest, folder, version
-        async with self._loading():
-            await self._load(folder, str(version))
-            self._loaded = version
-        if old is not None and old != folder:
-            shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def _place(self, name: str) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="upswing-weights-", dir=self._parent))
+        return self._folder / name
+
+    async def _replace(self, folder: Path, label: str, version: int) -> None:
+        """Load what is in `folder`, as policy `version`, and delete what it replaces."""
+        old, self._newest, self.version = self._newest, (folder, label), version
+        await self._load(folder, label)
+        self._loaded = version
+        if old is not None and old[0] != folder:
+            shutil.rmtree(old[0], ignore_errors=True)
 
     async def close(self) -> None:
         """The server goes on; what was written for it goes."""
@@ -290,6 +318,6 @@ class HttpEngine(ABC):
     async def _give_back(self) -> None:
         """A server that was restarted has its first weights again: give it the newest ones."""
         async with self._loading():
-            if self._newest is not None and await self._label() != str(self.version):
-                await self._load(self._newest, str(self.version))
+            if self._newest is not None and await self._label() != self._newest[1]:
+                await self._load(*self._newest)
                 self._loaded = self.version

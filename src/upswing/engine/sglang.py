@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import httpx2
 
 from upswing.engine.base import Capabilities, FinishReason, Sampling
-from upswing.engine.http import Answer, HttpEngine, ServerRefused
+from upswing.engine.http import Answer, Caller, HttpEngine, ServerRefused
 from upswing.errors import ConfigError, UpswingError
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -40,8 +40,8 @@ class SglangEngine(HttpEngine):
     }
     reserved = 2  # it cuts completions short there
 
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(url, **options)
+    def __init__(self, server: Caller, **options: Any) -> None:
+        super().__init__(server, **options)
         self._aborts: set[asyncio.Task[None]] = set()
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,26 @@ from upswing.cluster.engines import RayEngines
 from upswing.engine.http import HttpEngine
 from upswing.engine.openai import OpenAIEngine
 from upswing.engine.sglang import SglangEngine
-from upswing.engine.vllm import VllmEngine
+from upswing.engine.vllm import VllmEngine, max_lora_rank
 from upswing.errors import ConfigError
+from upswing.models.load import resolve_model
 from upswing.monitor.progress import Progress
 from upswing.recipe import EvalStage, Recipe
+from upswing.recipe.engine import adapter_ranks
+from upswing.rollout.collect import Rollouts
+from upswing.trajectory.types import Group
 
 SERVERS: Mapping[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
+
+
+@dataclass(kw_only=True)
+class RestingRollouts(Rollouts):
+    """Between its calls the engine sleeps, if it was told to: a learner has the GPU then."""
+
+    async def groups(self, *args: Any, **options: Any) -> list[Group]:
+        assert isinstance(self.engine, VllmEngine)
+        async with self.engine.in_use():
+            return await super().groups(*args, **options)
 
 
 def explicit_dtype(name: str) -> torch.dtype | None:
@@ -39,7 +54,7 @@ def server_of(recipe: Recipe, log: Progress) -> HttpEngine | OpenAIEngine | RayE
     if recipe.cluster.kind == "ray":
         return RayEngines(Cluster(recipe.cluster, log.warn), recipe.model, **engine_options(recipe))
     if section.url is None:
-        return None
+        return _vllm_here(recipe) if section.kind == "vllm" else None
     api_key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
     if section.api_key_env is not None and not api_key:
         raise ConfigError(f"engine.api_key_env: no '{section.api_key_env}' in the environment; export it, with the key")
@@ -51,6 +66,45 @@ def server_of(recipe: Recipe, log: Progress) -> HttpEngine | OpenAIEngine | RayE
         return text
     folder = None if section.weights_dir is None else Path(section.weights_dir)
     engine = SERVERS[section.kind].connect(section.url, weights_dir=folder, api_key=api_key)
+    if isinstance(engine, VllmEngine):
+        engine.use(adapter_rank=_adapter_rank(recipe), sleep=section.sleep)
     if any(not isinstance(stage, EvalStage) for stage in recipe.stages):
         engine.require_training()
+    return engine
+
+
+def _adapter_rank(recipe: Recipe) -> int | None:
+    """The largest that the engine is given; None: none."""
+    if not recipe.engine.adapters:
+        return None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "engine.adapters: got true, but a learner of several ranks gives merged weights; leave it out"
+        )
+    return max(adapter_ranks(recipe.stages).values())
+
+
+def _vllm_here(recipe: Recipe) -> VllmEngine:
+    """Started in this process."""
+    section, rank = recipe.engine, _adapter_rank(recipe)
+    if (tokens := recipe.limits.context_tokens) > section.max_context:
+        raise ConfigError(
+            f"limits.context_tokens: got {tokens}; allowed: up to engine.max_context ({section.max_context})"
+        )
+    given: dict[str, Any] = {
+        "model": str(resolve_model(recipe.model)),
+        "max_model_len": section.max_context,
+        "max_num_seqs": section.max_slots,
+        "dtype": section.dtype,
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": section.sleep,
+        "disable_log_stats": True,
+    }
+    if section.kv_memory_gb is not None:
+        given["kv_cache_memory_bytes"] = int(section.kv_memory_gb * 1e9)
+    if rank is not None:  # two of them: completions may end with the one before
+        given |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": max_lora_rank(rank)}
+    folder = None if section.weights_dir is None else Path(section.weights_dir)
+    engine = VllmEngine.here(given, section.options, weights_dir=folder)
+    engine.use(adapter_rank=rank, sleep=section.sleep)
     return engine
