@@ -247,6 +247,11 @@ def test_a_reward_that_refuses_the_right_answer():
     assert "doing nothing scores" in next(iter(report.untested.values()))
 
 
+def test_a_reward_that_nothing_earns_as_well_is_a_hole_and_not_untested():
+    report = audited("geo_search", lambda answer: 1.0)
+    assert report.false_accept == 1 and not report.untested and accepted(report) == {"nothing"}
+
+
 def broken(answer, gold):
     if answer not in gold:
         raise RuntimeError("no")

@@ -122,16 +122,20 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0) -> AuditR
     others = list(dict.fromkeys(gold for task in tasks for gold in task.gold[:1]))
     untested: dict[str, str] = {}
 
+    verdicts: list[Verdict] = []
+
     async def right(task: Task) -> _Right | None:
         async with gate:
             found = await _right_play(world, task, derive_seed(seed, task.id))
         if isinstance(found, _Right):
             return found
-        untested[task.id] = found
+        if isinstance(found, Verdict):
+            verdicts.append(found)
+        else:
+            untested[task.id] = found
         return None
 
     plays = await asyncio.gather(*map(right, tasks))
-    verdicts: list[Verdict] = []
 
     async def attack(task: Task, play: _Right) -> None:
         own, rng = derive_seed(seed, task.id), random.Random(derive_seed(seed, task.id))
@@ -171,8 +175,8 @@ async def _score(world: World, task: Task, turns: Turns, seed: int) -> tuple[flo
     return found.value, found.reason, episode
 
 
-async def _right_play(world: World, task: Task, seed: int) -> _Right | str:
-    """The first right play that scores more than doing nothing, or why there is none."""
+async def _right_play(world: World, task: Task, seed: int) -> _Right | Verdict | str:
+    """The first right play that scores more than doing nothing; that nothing earns as much; or why there is none."""
     floor, *_ = await _score(world, task, _from(()), seed)
     full, why = None, "no expert and no accepted answer"
     for right in _right_plays(world.make_env(), task, seed):
@@ -185,6 +189,8 @@ async def _right_play(world: World, task: Task, seed: int) -> _Right | str:
         full, why, episode = await _score(world, task, turns, seed)
         if full is not None and episode is not None and said and full > (floor or 0.0):
             return _Right(tuple(said), episode, full, floor or 0.0)
+    if full is not None and floor is not None and 0 < full <= floor:
+        return Verdict(task.id, Attack("nothing", Wanted.REFUSED, ""), floor, True, "no right play scores more")
     return f"scored {full}{', ' + why if why else ''}; doing nothing scores {floor}"
 
 
