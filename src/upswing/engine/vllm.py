@@ -32,7 +32,7 @@ import torch
 
 from upswing.engine.adapter import Adapter
 from upswing.engine.base import Capabilities, FinishReason, Sampling
-from upswing.engine.http import Answer, Caller, HttpEngine, Server, ServerRefused
+from upswing.engine.http import CONTROL_S, Answer, Caller, HttpEngine, Server, ServerRefused
 from upswing.engine.vllm_local import LocalVllm
 from upswing.errors import ConfigError, UpswingError
 
@@ -91,7 +91,8 @@ class VllmEngine(HttpEngine):
         if isinstance(self.server, Server) and (adapter_rank or sleep):
             with self.server.probe() as client:
                 try:
-                    config = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+                    asked = {"config_format": "json"}  # takes seconds: it looks at its machine, too
+                    config = client.get("/server_info", params=asked, timeout=CONTROL_S).json()["vllm_config"]
                     loads = client.get(_LOAD).status_code != 404  # 405: it is there, for POST
                     most = int((config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]) if loads else 0
                     can_sleep = bool(config["model_config"]["enable_sleep_mode"])
