@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,20 +53,21 @@ _ranks: Ranks | None = None
 
 
 @contextmanager
-def lead() -> Iterator[None]:
-    """On rank 0: learners made inside are on all ranks."""
+def lead(place: Mapping[str, str] = os.environ, **options: Any) -> Iterator[None]:
+    """On rank 0: learners made inside are on all ranks. Place and options are those of Ranks."""
     global _ranks  # there is one process group to a process, too
-    _ranks = Ranks()
+    _ranks = Ranks(place, **options)
     try:
-        yield
+        with _ranks.losses_named():
+            yield
     finally:
         _ranks.end()
         _ranks = None
 
 
-def follow() -> None:
+def follow(place: Mapping[str, str] = os.environ) -> None:
     """On the other ranks: work for rank 0 until it ends the run."""
-    Ranks().obey(ShardedLearner.built)
+    Ranks(place).obey(ShardedLearner.built)
 
 
 def make_learner(model: Any, **options: Any) -> Learner:
@@ -206,6 +208,10 @@ class ShardedLearner(Learner):
         state = self._state()
         if not leads:
             dist.all_reduce(torch.zeros(1))
+            if not partial_folder(path).is_dir():
+                raise ConfigError(
+                    f"rank 0 made '{path}' where this rank doesn't see it; --out must be on a shared disk"
+                )
             save_optimizer(partial_folder(path) / SHARDS, self.model, self._optimizer)
         else:
             with whole_folder(path) as partial:
@@ -300,13 +306,18 @@ def _remade(model: Any, device: str) -> Any:
     return copy.deepcopy(model, empty)
 
 
-def _shard(model: Any, ranks: Ranks) -> None:
-    """In place, from rank 0's weights: a unit for each decoder layer, and one for embeddings, last norm and head."""
+def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
+    """Raises ConfigError when there is no list of them."""
     lists = [one for one in model.base_model.modules() if isinstance(one, torch.nn.ModuleList)]
     layers = next((one for one in lists if len(one) == model.config.num_hidden_layers), None)
     if layers is None:
         raise ConfigError(f"model type '{model.config.model_type}' has no list of decoder layers; use one rank")
-    for unit in (*layers, model):
+    return tuple(layers)
+
+
+def _shard(model: Any, ranks: Ranks) -> None:
+    """In place, from rank 0's weights: a unit for each decoder layer, and one for embeddings, last norm and head."""
+    for unit in (*decoder_layers(model), model):
         for parameter in unit.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(ranks.device)
