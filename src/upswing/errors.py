@@ -5,6 +5,7 @@ UpswingError
 ├── ModelNotFound    (a ConfigError) the model named isn't where it was looked for
 ├── InvalidTrajectory  the validator refused a trajectory: a bug in Upswing or in a custom engine
 └── EnvironmentBroken  raised by an environment that can't go on; the trajectory is `errored`, never scored
+    └── SandboxUnavailable  (in `verify.sandbox`) code can't be run safely here, or the sandbox died
 """
 
 from __future__ import annotations
