@@ -249,13 +249,75 @@ def test_groups_that_all_win_or_all_lose_teach_nothing_however_much_was_gained()
     assert "advantage_collapse" in serious(judged(rows))
 
 
+SPIKY = [0.008, 0.005, 0.006, 0.005, 0.02, 0.001, 0.003, 0.017, -0.22, 0.012, -0.002, 0.02, -0.007, -0.62]
+"""delta_good of a run that died of it at step 15: small gains between rare large losses, whose median is above 0."""
+
+
+@pytest.mark.parametrize(
+    ("deltas", "displaced", "found"),
+    [
+        (SPIKY, [0, 0.5, 0, 0.25, 0.33, 0.67, 0.5, 0.5, 0.75, 0.75, 1, 0.33, 1, 1], 11),
+        ([-1.1, -0.24], [1, 1], 2),  # dead after two steps
+        ([-0.001, -0.002, -0.001], [1, 1, 1], None),  # as little as rounding may do
+        ([0.008, 0.005, 0.006, 0.005, 0.02, 0.001, 0.003, 0.017, -0.22, 0.012], [0.3] * 10, None),  # one bad step
+        ([0.01, -0.01] * 10, [0.5, 0.75] * 10, None),
+    ],
+)
+def test_rare_large_losses_and_a_fast_collapse_are_displacement(
+    deltas: list[float], displaced: list[float], found: int | None
+):
+    steps = [
+        {"delta_good": d, "displaced_frac": s, "reward": 0.3, "reward_std": 0.4, "num_trajectories": 64}
+        for d, s in zip(deltas, displaced, strict=True)
+    ]
+    rows = [{"step": number, **row} for number, row in enumerate(steps, 1)]
+    seen = [n for n in range(1, len(rows) + 1) if "likelihood_displacement" in serious(judged(rows[:n]))]
+    assert seen[:1] == ([] if found is None else [found])
+
+
+def test_a_rise_of_entropy_by_a_fifth_of_a_nat_counts_where_noise_is_less():
+    rng, rows = np.random.default_rng(1), run("flat", 1, steps=30, batch=128)[0]
+    for row in rows:
+        row["entropy"] = (0.15 + 0.03 * max(0, row["step"] - 12)) * rng.lognormal(0, 0.08)
+    found = serious(judged(rows[:22]))["entropy_explosion"]
+    assert abs(found.since - 14) <= 3
+    noisy = [{**row, "entropy": 0.3 * rng.lognormal(0, 0.5)} for row in run("flat", 1, steps=60)[0]]
+    assert not any("entropy_explosion" in serious(judged(noisy[:end])) for end in range(10, 60, 3))
+
+
+def test_scattered_gradients_of_a_small_batch_are_stable():
+    """A step's norm is within a factor of e in two of three steps."""
+    rng, false, late = np.random.default_rng(0), 0, []
+    for _ in range(60):
+        values = 0.5 * rng.lognormal(0, 0.5, 50)
+        rows = [{"step": step, "grad_norm": value} for step, value in enumerate(values)]
+        false += any("gradient_instability" in serious(judged(rows[:end])) for end in range(8, 50, 3))
+        for row in rows[30:]:
+            row["grad_norm"] *= 20
+        late.append(next(e for e in range(31, 51) if "gradient_instability" in serious(judged(rows[:e]))))
+    assert not false and np.median(late) <= 33
+
+
+@pytest.mark.parametrize(
+    ("broken", "reward", "status"), [(0.9, 0.0, "info"), (0.9, 0.4, "warning"), (0.05, 0.0, "warning")]
+)
+def test_what_a_template_makes_of_gibberish_is_no_fault_of_it(broken: float, reward: float, status: str):
+    rows = run("flat", 1, steps=30, batch=128)[0]
+    new = {"num_forks": 128 * 1.5, "turns": 3.0, "invalid_call_frac": broken, "reward": reward, "score_answer": reward}
+    found = judged([{**row, **new} for row in rows])["retokenisation_drift"].finding
+    assert found is not None and found.severity == status
+
+
 def test_the_luck_of_few_training_tasks_is_no_overfitting():
     assert "overfitting" not in serious(judged(run("slow", 200, steps=45, batch=32)[0][:28]))
 
 
 @pytest.mark.parametrize(
     "mode",
-    ["entropy_collapse", "entropy_explosion", "echo_trap", "kl_explosion", "likelihood_displacement", "repeated_calls"],
+    [
+        *("entropy_collapse", "entropy_explosion", "advantage_collapse", "echo_trap", "template_collapse"),
+        *("kl_explosion", "likelihood_displacement", "repeated_calls"),
+    ],
 )
 def test_failures_are_found_before_success_has_lost_a_tenth(mode: str):
     early = 0

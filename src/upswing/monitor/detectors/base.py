@@ -11,7 +11,24 @@ from upswing.monitor.findings import Finding, Judgement, Remedy, Severity
 from upswing.monitor.history import History
 
 
-@dataclass(frozen=True, kw_only=True)
+class Signs(list[str]):
+    """Evidence, and when each piece of it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._onsets: list[int] = []
+
+    def add(self, since: int, text: str) -> None:
+        self._onsets.append(since)
+        self.append(text)
+
+    @property
+    def since(self) -> int:
+        """The earliest step."""
+        return min(self._onsets)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a detector found; the detector's name and the place are added to make a `Finding`."""
 
@@ -25,7 +42,7 @@ class Verdict:
     examples: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Detector:
     """One failure mode."""
 

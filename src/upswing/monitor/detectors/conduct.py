@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from upswing.monitor.detectors.base import Verdict
+from upswing.monitor.detectors.base import Signs, Verdict
 from upswing.monitor.detectors.exploration import pressure
 from upswing.monitor.detectors.readings import Missing, Readings, fact, percent, told, wrong
 from upswing.monitor.detectors.remedies import Menu
@@ -49,9 +49,7 @@ def length_explosion(r: Readings) -> Verdict | None:
     remedies = [menu.token_mean(), menu.overlong(1.5 * length.start), menu.mask_truncated(), menu.lower_lr()]
     evidence = [told("sampled tokens of an attempt:", length, "1.4 times"), *signs, told("success", r.shift("success"))]
     examples = r.examples(lambda t: t.num_sampled_tokens, wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def length_collapse(r: Readings) -> Verdict | None:
@@ -88,9 +86,7 @@ def length_collapse(r: Readings) -> Verdict | None:
         menu.lower_lr(),
     ]
     examples = r.examples(lambda t: -t.num_sampled_tokens, wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def _with_tools(r: Readings) -> None:
@@ -137,9 +133,7 @@ def tool_call_collapse(r: Readings) -> Verdict | None:
         menu.advise("Start again from SFT on traces with many calls."),
     ]
     examples = r.examples(lambda t: -len(t.tool_records), wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def _repeats(trajectory: Trajectory) -> int:
@@ -181,9 +175,7 @@ def repeated_calls(r: Readings) -> Verdict | None:
         menu.lower_lr(),
     ]
     examples = r.examples(_repeats, lambda t: _repeats(t) > 0)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def control_token_collapse(r: Readings) -> Verdict | None:
@@ -222,9 +214,7 @@ def control_token_collapse(r: Readings) -> Verdict | None:
     examples = r.examples(
         lambda t: sum(not record.ok for record in t.tool_records), lambda t: any(not one.ok for one in t.tool_records)
     )
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def _forks(trajectory: Trajectory) -> int:
@@ -233,13 +223,16 @@ def _forks(trajectory: Trajectory) -> int:
 
 def retokenisation_drift(r: Readings) -> Verdict | None:
     """Prompts that don't extend what the model had seen, at many of the joints between turns. Each opens a branch,
-    which costs compute; where log-probs disagree too, exactness. Drift that could be extended over costs nothing."""
+    which costs compute; where log-probs disagree too, exactness. Drift that could be extended over costs nothing.
+    What a template makes of gibberish, before anything works, says nothing of the template."""
     joints = r.num_trajectories * max(1.0, (r.now("turns") if r.has("turns") else 2.0) - 1)
     share = r.now("num_forks") / joints
     if not share >= 0.15:
         return None
     off = r.now("mismatch_abs", 3) > 0.02 or r.now("mismatch_max", 3) > 5
+    gibberish = r.now("invalid_call_frac") >= 0.5 and r.now("success") < 0.05
     severity: Severity = "critical" if off and share >= 0.3 else "warning" if off or share >= 0.3 else "info"
+    severity = "info" if gibberish and not off else severity
     evidence = [
         f"{percent(share)} of the joints between turns opened a branch (limit: 30 %), {r.now('num_forks'):.3g} a step"
     ]
@@ -251,6 +244,7 @@ def retokenisation_drift(r: Readings) -> Verdict | None:
     causes = [
         (2.0, "the chat template re-renders earlier turns, for instance without their thinking"),
         (1.5, "the environment, or the program that plays, rewrites the conversation"),
+        (3.0 if gibberish else 0, "no turn can be read yet, and no template keeps gibberish as it is"),
     ]
     menu = Menu(r)
     remedies = [
@@ -259,14 +253,12 @@ def retokenisation_drift(r: Readings) -> Verdict | None:
         menu.correct() if off else None,
     ]
     since = r.onset("num_forks", 0.15 * joints, 1)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def error_storm(r: Readings) -> Verdict | None:
     """A tenth of the trajectories break, or can't be scored: they count for nothing, and may be the hard ones."""
-    signs, onsets, worst = [], [], 0.0
+    signs, worst = Signs(), 0.0
     for name, count, what in (
         ("errored_frac", "num_errored", "broke"),
         ("unscored_frac", "num_unscored", "had no score"),
@@ -277,8 +269,10 @@ def error_storm(r: Readings) -> Verdict | None:
         whole = 1.0 if one == name else r.num_trajectories
         share, last = r.now(one, 3) / whole, r.now(one, 1) / whole
         if share >= 0.1 or last >= 0.5:
-            signs.append(f"{percent(max(share, last))} of the trajectories {what} (limit: 10 %)")
-            onsets.append(r.onset(one, 0.1 * whole, 1) if share >= 0.1 else r.history.step)
+            signs.add(
+                r.onset(one, 0.1 * whole, 1) if share >= 0.1 else r.history.step,
+                f"{percent(max(share, last))} of the trajectories {what} (limit: 10 %)",
+            )
             worst = max(worst, share, last)
     if not signs:
         return None
@@ -290,6 +284,4 @@ def error_storm(r: Readings) -> Verdict | None:
     remedies = [
         Menu(r).advise("Read the errors of these trajectories, and mend what breaks: learning from the rest is biased.")
     ]
-    return Verdict(
-        severity=severity, since=min(onsets), evidence=signs, causes=causes, remedies=remedies, examples=broken
-    )
+    return Verdict(severity, signs.since, signs, causes, remedies, broken)

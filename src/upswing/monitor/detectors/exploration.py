@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from upswing.monitor.detectors.base import Verdict
-from upswing.monitor.detectors.readings import NOW, Readings, Shift, fact, percent, right, told, wrong
+from upswing.monitor.detectors.base import Signs, Verdict
+from upswing.monitor.detectors.readings import NOW, Readings, fact, percent, right, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
 from upswing.monitor.stats import median, rolling_median
@@ -71,9 +71,7 @@ def entropy_collapse(r: Readings) -> Verdict | None:
         menu.warmer(),
     ]
     examples = r.examples(lambda t: -t.num_sampled_tokens, wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def entropy_explosion(r: Readings) -> Verdict | None:
@@ -88,7 +86,8 @@ def entropy_explosion(r: Readings) -> Verdict | None:
     since = max(int(known.steps[at]), r.onset("entropy", low + max(2 * noise, 0.05), 1))
     if not r.helpless(since):
         return None
-    large = now >= 2 * low and rise >= 0.3
+    held = r.now("entropy")  # over five steps: a few hard tasks in a row have more of it too
+    large = (now >= 2 * low and rise >= 0.3) or (held >= 2 * low and held - low >= 0.2)
     severity: Severity = "critical" if (large and r.dropped) or (now >= 3 * low and rise >= 1) else "warning"
     severity = severity if large or r.dropped else "info"
     evidence = [
@@ -107,13 +106,23 @@ def entropy_explosion(r: Readings) -> Verdict | None:
     menu = Menu(r)
     remedies = [menu.no_entropy_bonus(), menu.llds(), menu.lower_lr(), menu.dual_clip(), menu.cooler(), menu.more_kl()]
     examples = r.examples(lambda t: t.num_sampled_tokens, wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
+
+
+def _dies_out(r: Readings) -> bool:
+    """Whether groups of one reward, and of them those that fail alike, surely become more while nothing is gained."""
+    for count in (NOW, 2 * NOW):
+        flat = r.drift("zero_variance_frac", count)
+        hard = (r.drift("too_hard_frac", count, recent=recent) for recent in (False, True))
+        harder = any(one.diff >= 0.2 and one.z >= 2 for one in hard)
+        if flat.now >= 0.6 and flat.diff >= 0.2 and flat.z >= 3 and harder:
+            return r.helpless(r.onset("zero_variance_frac", 0.5, 1))
+    return False
 
 
 def advantage_collapse(r: Readings) -> Verdict | None:
-    """More than half of the groups have one reward only, so that they teach nothing (DAPO, RAGEN)."""
+    """More than half of the groups have one reward only, so that they teach nothing (DAPO, RAGEN). That they surely
+    become more is a warning from 60 % on, that they are many from 70 % on."""
     count = 4
     flat, easy, hard = (
         r.mean("zero_variance_frac", count),
@@ -124,16 +133,17 @@ def advantage_collapse(r: Readings) -> Verdict | None:
     groups = r.num_trajectories / fact(r.facts, "group_size", 8)
     groups = groups if groups >= 1 else 8.0
     error = math.sqrt(max(flat * (1 - flat), 0.02) / (groups * steps))
-    if flat - 2 * error < 0.5:
+    dying = _dies_out(r)
+    if flat - 2 * error < 0.5 and not dying:
         return None
     won = r.shift("success")
     grown = won.z >= 2 or won.diff >= 0.2
     mostly_easy = easy > 0.6 * flat
     dead = flat - 2 * error >= 0.7 and hard >= 0.2  # nothing is left to learn from, and a fifth never works
-    if grown and (mostly_easy or r.solved) and not dead:
+    if grown and (mostly_easy or r.solved) and not (dead or dying):
         return None
     start = median(r.known("zero_variance_frac").values[:3])
-    mild = flat < 0.7 or (mostly_easy and start < 0.5 and not dead)
+    mild = not dying and (flat < 0.7 or (mostly_easy and start < 0.5 and not dead))
     lost = flat >= 0.97 and len(r.known("zero_variance_frac").values) >= LEAST
     severity: Severity = "info" if mild else "critical" if lost else "warning"
     evidence = [
@@ -154,9 +164,7 @@ def advantage_collapse(r: Readings) -> Verdict | None:
     remedies = [menu.dynamic_sampling(), menu.bigger_groups(), menu.advise(advice)]
     since = r.onset("zero_variance_frac", 0.5, 1)
     examples = r.examples(lambda t: t.num_sampled_tokens, right if mostly_easy else wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def _sameness(r: Readings) -> list[str]:
@@ -208,33 +216,30 @@ def echo_trap(r: Readings) -> Verdict | None:
     remedies += [menu.lower_lr(), menu.advise("Go back to the checkpoint before this, and add more varied tasks.")]
     examples = r.examples(lambda t: t.num_sampled_tokens)
     since = r.left(name, -1)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
 def template_collapse(r: Readings) -> Verdict | None:
     """First turns no longer depend on the task: their mutual information goes to 0 and retrieval to chance, at a normal
-    entropy (RAGEN-2). One sign that is sure, or two that lost 40 %."""
-    signs, onsets, sure = [], [], []
-    chance, hits = 1 / r.now("mi_pairs"), r.shift("mi_retrieval", 2)
-    for name, shift, least, what in (
-        ("mi_share", r.shift("mi_share", 1), 0.05, "information on the task in first turns, as a share of the most:"),
-        ("mi_retrieval", Shift(hits.start - chance, hits.now - chance, hits.z), 0.3, "tasks told by it, above chance:"),
+    entropy (RAGEN-2). A third of what they told is gone on average, and all signals together say so (Stouffer's z)."""
+    losses, sure, moved = [], [], []
+    for name, count, none, what in (
+        ("mi_share", 1, 0.0, "information on the task in first turns, as a share of the most:"),
+        ("mi_retrieval", 1, 1 / r.now("mi_pairs"), "tasks told by their first turns:"),
+        ("same_first_turn_frac", NOW, 1.0, "share of tasks with the commonest first turn:"),
     ):
-        enough = len(r.known(name).values) >= 3 and shift.start >= least
-        if enough and shift.now < 0.6 * shift.start and shift.z < -2:
-            signs.append(told(what, shift, "35 % of it"))
-            onsets.append(r.onset(name, 0.6 * r.shift(name).start, -1))
-            sure.append(shift.now < 0.35 * shift.start and shift.z < -3)
-    if r.now("same_first_turn_frac", NOW) >= 0.5 and r.rose("same_first_turn_frac", 0.2, 2.5):
-        same = r.shift("same_first_turn_frac")
-        signs.append(told("share of tasks with the commonest first turn:", same, "0.7"))
-        onsets.append(r.left("same_first_turn_frac", 1))
-        sure.append(same.now >= 0.7 and r.rose("same_first_turn_frac", 0.3))
-    if not (any(sure) or len(signs) >= 2) or not r.helpless(min(onsets)):
+        shift, sign = r.drift(name, count), 1 if none == 1 else -1
+        if abs(shift.start - none) > 0.05 and math.isfinite(shift.z):
+            losses.append((shift.now - shift.start) / (none - shift.start))
+            sure.append(sign * shift.z)
+            moved.append((name, sign, told(what, shift, f"{none:.2g} says nothing")))
+    if not moved or sum(losses) < len(losses) / 3 or sum(sure) < 2.5 * math.sqrt(len(sure)):
         return None
-    since = min(onsets)
+    signs = Signs()
+    for name, sign, text in moved:
+        signs.add(r.left(name, sign), text)
+    if not r.helpless(signs.since):
+        return None
     severity: Severity = "critical" if r.dropped else "warning"
     coef, kl = fact(r.facts, "entropy_coef", 0.0), fact(r.facts, "kl_coef", 0.0)
     evidence = [*signs, told("entropy", r.shift("entropy"), unit=" nats"), told("success", r.shift("success"))]
@@ -247,6 +252,4 @@ def template_collapse(r: Readings) -> Verdict | None:
     remedies = [menu.dynamic_sampling(), menu.no_entropy_bonus(), menu.refresh_reference(), menu.no_kl()]
     remedies += [menu.bigger_groups(), menu.advise("Reward what the first turn must get right, or add varied tasks.")]
     examples = r.examples(lambda t: -t.num_sampled_tokens)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, signs.since, evidence, causes, remedies, examples)

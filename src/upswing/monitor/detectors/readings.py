@@ -137,6 +137,8 @@ class Readings:
             count = self._behind(name, count if count > 0 else 64.0)
             share = min(max(level, 1 / count), 1 - 1 / count)
             floor = math.sqrt(max(0.0, share * (1 - share)) / count)
+        elif name == "mi_share":
+            floor = 0.5 / math.sqrt(self.now("mi_pairs"))
         return max(step_noise(values), floor, 1e-9)
 
     def _behind(self, name: str, trajectories: float) -> float:
@@ -157,6 +159,17 @@ class Readings:
                 z = (now - start) / self._error(name, first, last)
             self._shift[name, newest] = Shift(start, now, z)
         return self._shift[name, newest]
+
+    def drift(self, name: str, newest: int = NOW, *, recent: bool = False) -> Shift:
+        """As `shift`, by means: for what has no outliers, as shares, or where these count. From the first ten values or
+        fewer, or the `recent` ten before the newest; the start is NaN without any before these."""
+        values = self.known(name).values
+        before = values[: max(0, len(values) - newest)]
+        first = before[-10:] if recent else before[:10]
+        if not len(first):
+            return Shift(math.nan, float(values.mean()) if len(values) else math.nan, math.nan)
+        start, now = float(first.mean()), float(values[-newest:].mean())
+        return Shift(start, now, (now - start) / (self.noise(name) * math.sqrt(1 / len(first) + 1 / newest)))
 
     def _error(self, name: str, first: int, second: int) -> float:
         """Standard error of the difference of two medians over so many steps."""

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from upswing.monitor.detectors.base import Verdict
+from upswing.monitor.detectors.base import Signs, Verdict
 from upswing.monitor.detectors.readings import LEVEL, WIDE, Missing, Readings, Shift, fact, percent, right, told
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
@@ -43,26 +43,29 @@ def reward_hacking(r: Readings) -> Verdict | None:
     if not others and len(several) < 2 and not r.has("reward_length_corr"):
         raise Missing("a score outside the reward (a verifier of weight 0)")
     rising = won.z >= 2.5 and won.diff >= 0.03
-    signs, onsets, serious, fooled = [], [], False, ""
+    signs, serious, fooled = Signs(), False, ""
     for name in others:
         one = r.shift(name, WIDE)
         what = name.removeprefix("score_")
         gone = one.now <= 0.5 * one.start and won.diff >= 0.03  # reward has risen enough where the rest collapses
         if (rising or gone) and r.fell(name, max(0.03, 0.2 * one.start), 3, WIDE):
-            signs.append(f"{told(what, one)}, while reward rose from {won.start:.3g} to {won.now:.3g}")
-            onsets.append(r.left(name, -1))
+            signs.add(r.left(name, -1), f"{told(what, one)}, while reward rose from {won.start:.3g} to {won.now:.3g}")
             serious = serious or (one.now <= 0.5 * one.start and won.diff >= 0.1)
             fooled = fooled or what
         elif rising and _gap_opens(r, name, won, one):
-            signs.append(f"reward rose from {won.start:.3g} to {won.now:.3g}, {what} didn't follow ({one.now:.3g})")
-            onsets.append(r.left("reward", 1))
+            signs.add(
+                r.left("reward", 1),
+                f"reward rose from {won.start:.3g} to {won.now:.3g}, {what} didn't follow ({one.now:.3g})",
+            )
             fooled = fooled or what
-    signs += _taken_over(r, several, onsets)
+    _taken_over(r, several, signs)
     corr, length = r.now("reward_length_corr", 10), r.shift("sampled_tokens")
     follows = any(r.shift(name).z > 2 for name in others)
     if corr > 0.5 and length.ratio > 1.3 and length.z > 3.5 and rising and not follows:
-        signs.append(f"reward goes with length: rank correlation {corr:.2g} (limit: 0.4), {told('tokens', length)}")
-        onsets.append(r.left("sampled_tokens", 1))
+        signs.add(
+            r.left("sampled_tokens", 1),
+            f"reward goes with length: rank correlation {corr:.2g} (limit: 0.4), {told('tokens', length)}",
+        )
     if not signs:
         return None
     severity: Severity = "critical" if serious else "warning"
@@ -87,9 +90,7 @@ def reward_hacking(r: Readings) -> Verdict | None:
         menu.overlong(1.5 * length.start) if corr > 0.4 else None,
     ]
     examples = r.examples(lambda t: t.reward or 0.0, shows)
-    return Verdict(
-        severity=severity, since=min(onsets), evidence=signs, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, signs.since, signs, causes, remedies, examples)
 
 
 def _gap_opens(r: Readings, name: str, won: Shift, one: Shift) -> bool:
@@ -100,9 +101,8 @@ def _gap_opens(r: Readings, name: str, won: Shift, one: Shift) -> bool:
     return like and one.now < won.now and gap >= 0.15 and gap / error > 3.5 and one.z < 1
 
 
-def _taken_over(r: Readings, shares: list[str], onsets: list[int]) -> list[str]:
+def _taken_over(r: Readings, shares: list[str], signs: Signs) -> None:
     """A component that rises and has most of the reward's variance, while another falls."""
-    signs = []
     weights = r.facts.get("weights") or {}
     for name in shares:
         part, score = name.removeprefix("variance_share_"), f"score_{name.removeprefix('variance_share_')}"
@@ -110,9 +110,8 @@ def _taken_over(r: Readings, shares: list[str], onsets: list[int]) -> list[str]:
         lost = [one for one in losers if r.fell(one, max(0.05, 0.2 * r.shift(one).start), 3, WIDE)]
         if r.now(name) >= 0.5 and r.rose(score, 0.05, 3) and lost:
             signs.append(f"{told(part, r.shift(score))}, has {percent(r.now(name))} of the reward's variance")
-            signs += [told(one.removeprefix("score_"), r.shift(one)) for one in lost]
-            onsets += [r.left(one, -1) for one in lost]
-    return signs
+            for one in lost:
+                signs.add(r.left(one, -1), told(one.removeprefix("score_"), r.shift(one)))
 
 
 def overfitting(r: Readings) -> Verdict | None:
@@ -153,4 +152,4 @@ def overfitting(r: Readings) -> Verdict | None:
     menu = Menu(r)
     advice = menu.advise(f"Take the checkpoint of step {since}; more or newly generated tasks help further.")
     remedies = [advice, menu.more_kl(), menu.lower_lr(), menu.fewer_updates()]
-    return Verdict(severity=severity, since=since, evidence=signs, causes=causes, remedies=remedies)
+    return Verdict(severity, since, signs, causes, remedies)

@@ -6,12 +6,15 @@ import math
 
 import numpy as np
 
-from upswing.monitor.detectors.base import Verdict
+from upswing.monitor.detectors.base import Signs, Verdict
 from upswing.monitor.detectors.exploration import pressure
 from upswing.monitor.detectors.readings import LEVEL, NOW, Readings, fact, percent, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
 from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median, step_noise
+
+FAST = 0.03
+"""Nats a token that good actions lose in each of a run's first steps, where those tell enough by themselves."""
 
 
 def kl_explosion(r: Readings) -> Verdict | None:
@@ -19,19 +22,21 @@ def kl_explosion(r: Readings) -> Verdict | None:
     kl, clamped = r.now("kl"), r.now("kl_clamped_frac", 3)
     doubt = 2 * MEDIAN_ERROR * r.noise("kl") / math.sqrt(LEVEL) if r.has("kl") else 0.0
     moved = r.now("kl_old", 3)
-    signs, onsets = [], []
+    signs = Signs()
     if kl - doubt > 0.1:
-        signs.append(f"KL to the reference {kl:.3g} nats a token, {r.shift('kl').start:.3g} at the start (limit: 0.1)")
-        onsets.append(r.onset("kl", 0.1, 1))
+        signs.add(
+            r.onset("kl", 0.1, 1),
+            f"KL to the reference {kl:.3g} nats a token, {r.shift('kl').start:.3g} at the start (limit: 0.1)",
+        )
     if clamped > 0.001:
-        signs.append(f"{percent(clamped)} of the tokens' KL hit the clamp (limit: 0.1 %)")
-        onsets.append(r.onset("kl_clamped_frac", 0.001, 1))
+        signs.add(
+            r.onset("kl_clamped_frac", 0.001, 1), f"{percent(clamped)} of the tokens' KL hit the clamp (limit: 0.1 %)"
+        )
     if moved > 0.2:
-        signs.append(f"one step moved the policy {moved:.3g} nats a token (limit: 0.2)")
-        onsets.append(r.onset("kl_old", 0.2, 1))
+        signs.add(r.onset("kl_old", 0.2, 1), f"one step moved the policy {moved:.3g} nats a token (limit: 0.2)")
     if not signs:
         return None
-    since = min(onsets)
+    since = signs.since
     lost = r.helpless(min(since, r.history.step - 15)) or (kl - doubt > 0.5 and r.helpless(r.onset("kl", 0.25, 1)))
     if not lost and kl < 1 and not clamped > 0.001 and not moved > 0.2:
         return None
@@ -49,44 +54,55 @@ def kl_explosion(r: Readings) -> Verdict | None:
     remedies += [menu.dual_clip(), menu.clip_gradient()]
     evidence = [*signs, told("success", r.shift("success"))]
     examples = r.examples(lambda t: t.num_sampled_tokens, wrong)
-    return Verdict(
-        severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
-def _below_zero(r: Readings, name: str, count: int = NOW) -> bool:
-    """Whether the newest values lie below 0 for sure."""
-    values = r.known(name).values[-count:]
-    if len(values) < NOW:
-        return False
-    noise = max(step_noise(r.known(name).values[-60:]), 1e-6)
-    return median(values) < -3 * MEDIAN_ERROR * noise / math.sqrt(len(values))
+def _loses(r: Readings, name: str) -> float | None:
+    """Mean of the newest steps where it surely lies below 0, the surer if it was above that at the start: rare large
+    losses among small gains are what LLD looks like, so medians wouldn't do. None: it doesn't."""
+    values = r.known(name).values
+    if len(values) < 2 * NOW:  # too few to tell their noise: a collapse from the first steps on
+        mean = float(values.mean()) if len(values) > 1 else 0.0
+        return mean if mean < -FAST and (values < 0).all() else None
+    for count in (NOW, 2 * NOW):
+        move, error = r.drift(name, count), r.noise(name) / math.sqrt(count)
+        again = (values[-2 * NOW :] < 0).sum() > 1
+        if again and move.now < -error * (1 if move.z < -3 else 3):
+            return move.now
+    return None
+
+
+def _displaces(r: Readings) -> float | None:
+    """Share of good attempts that became less likely of late, where that is surely most of them; else None."""
+    for count in (NOW, 2 * NOW):
+        share = r.drift("displaced_frac", count)
+        if share.now - 0.5 > 3 * r.noise("displaced_frac") / math.sqrt(count) or (share.now > 0.5 and share.z > 2.5):
+            return share.now
+    return None
 
 
 def likelihood_displacement(r: Readings) -> Verdict | None:
     """Updates make good actions less likely although reward doesn't fall yet: the LLD death spiral (arXiv 2512.04220).
     Its warnings: E[delta] <= 0, over half of the good attempts displaced, their log-prob falling while reward rises;
     then entropy 30 % above its running minimum and gradients three times their running median."""
-    signs, onsets = [], []
-    names = ("delta_good", "delta_good_first", "displaced_frac")
-    good, first, share = (r.now(name, NOW) for name in names)
-    if _below_zero(r, "delta_good"):
-        signs.append(f"updates change good attempts' log-prob by {good:.2g} nats a token (limit: 0)")
-        onsets.append(r.onset("delta_good", 0.0, -1))
-    if _below_zero(r, "delta_good_first"):
-        signs.append(f"and that of their first turn by {first:.2g} (limit: 0)")
-        onsets.append(r.onset("delta_good_first", 0.0, -1))
-    if r.has("displaced_frac") and share > 0.5 + 2 * MEDIAN_ERROR * r.noise("displaced_frac") / math.sqrt(NOW):
-        signs.append(f"{percent(share)} of the sampled good attempts became less likely (limit: 50 %)")
-        onsets.append(r.onset("displaced_frac", 0.5, 1))
+    signs, kinds = Signs(), 0
+    for name, what in (("delta_good", "good attempts' log-prob"), ("delta_good_first", "that of their first turn")):
+        if (lost := _loses(r, name)) is not None:
+            signs.add(r.onset(name, 0.0, -1), f"updates change {what} by {lost:.2g} nats a token (limit: 0)")
+            kinds = 1
+    if (share := _displaces(r)) is not None:
+        text = f"{percent(share)} of the sampled good attempts became less likely (limit: 50 %)"
+        signs.add(r.onset("displaced_frac", 0.5, 1), text)
+        kinds += 1
     level = rolling_median(r.known("logprob_good").values, LEVEL)
     if len(level) >= 15 and r.trend("logprob_good").p < 0.01 and r.trend("logprob_good").slope < 0:
-        lost = float(level.max() - level[-1])
-        if lost > max(0.1, 0.5 * abs(float(level.max())), 3 * r.noise("logprob_good")):
-            signs.append(f"good tokens' log-prob fell from {level.max():.3g} to {level[-1]:.3g} nats")
-            onsets.append(r.left("logprob_good", -1))
+        fall = float(level.max() - level[-1])
+        if fall > max(0.1, 0.5 * abs(float(level.max())), 3 * r.noise("logprob_good")):
+            text = f"good tokens' log-prob fell from {level.max():.3g} to {level[-1]:.3g} nats"
+            signs.add(r.left("logprob_good", -1), text)
+            kinds += 1
     known_delta = r.has("displaced_frac") and r.has("delta_good")
-    if not signs or (known_delta and len(signs) < 2):
+    if kinds < 1 + known_delta:
         return None
     smooth = rolling_median(r.known("entropy").values, 3)
     late = []
@@ -98,7 +114,7 @@ def likelihood_displacement(r: Readings) -> Verdict | None:
         late.append(f"entropy {smooth[-1]:.3g} nats, {smooth[-1] / smooth[1:].min():.2g} times its lowest (limit: 1.3)")
     if r.now("grad_norm", 3) > 3 * r.now("grad_norm", 30):
         late.append(f"gradient norm {r.now('grad_norm', 3):.3g}, three times its running median or more")
-    critical = r.dropped or (late and len(signs) >= 2) or len(signs) >= 4
+    critical = r.dropped or (late and kinds >= 2) or kinds == 3
     severity: Severity = "critical" if critical else "warning"
     if r.solved and not r.dropped:
         severity = "info"
@@ -113,14 +129,7 @@ def likelihood_displacement(r: Readings) -> Verdict | None:
     remedies = [menu.llds(), menu.lower_lr(), menu.fewer_updates(), menu.kl_stop(), menu.dual_clip()]
     examples = r.examples(lambda t: t.num_turns, wrong)
     evidence = [*signs, *late, told("success", r.shift("success"))]
-    return Verdict(
-        severity=severity,
-        since=min(onsets),
-        evidence=evidence,
-        causes=causes,
-        remedies=remedies,
-        examples=examples,
-    )
+    return Verdict(severity, signs.since, evidence, causes, remedies, examples)
 
 
 def train_inference_mismatch(r: Readings) -> Verdict | None:
@@ -128,20 +137,18 @@ def train_inference_mismatch(r: Readings) -> Verdict | None:
     1e-3, or an effective sample size below 30 %; ten times that where samples are old on purpose."""
     old = max(fact(r.facts, "max_staleness", 0), r.now("staleness") if r.has("staleness") else 0.0)
     slack = 10.0 if old > 0 else 1.0
-    signs, onsets, worst = [], [], 0.0
+    signs, worst = Signs(), 0.0
     for name, limit, what in (
         ("mismatch_abs", 0.02, "mean difference of log-probs"),
         ("mismatch_k3", 1e-3, "KL (k3) from sampler to learner, a token"),
     ):
         now = r.now(name, 3)
         if now > limit * slack:
-            signs.append(f"{what} {now:.2g} nats (limit: {limit * slack:g})")
-            onsets.append(r.onset(name, limit * slack, 1))
+            signs.add(r.onset(name, limit * slack, 1), f"{what} {now:.2g} nats (limit: {limit * slack:g})")
             worst = max(worst, now / (limit * slack))
     ess = r.now("ess_frac", 3)
     if ess < 0.6:
-        signs.append(f"effective sample size {percent(ess)} of the tokens (limit: 60 %)")
-        onsets.append(r.onset("ess_frac", 0.6, -1))
+        signs.add(r.onset("ess_frac", 0.6, -1), f"effective sample size {percent(ess)} of the tokens (limit: 60 %)")
         worst = max(worst, 10.0 if ess < 0.3 else 1.0)
     if not signs:
         return None
@@ -164,9 +171,7 @@ def train_inference_mismatch(r: Readings) -> Verdict | None:
     if r.has("mismatch_max"):
         signs.append(f"largest difference of one token {r.now('mismatch_max', 3):.2g} nats")
     examples = r.examples(lambda t: t.num_sampled_tokens)
-    return Verdict(
-        severity=severity, since=min(onsets), evidence=signs, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, signs.since, signs, causes, remedies, examples)
 
 
 def stale_updates(r: Readings) -> Verdict | None:
@@ -178,24 +183,29 @@ def stale_updates(r: Readings) -> Verdict | None:
     )
     judged = r.facts.get("loss") in (None, "ppo_clip", "clip_cov")  # others clip much by design
     lag, kept = r.now("staleness"), r.now("kept_frac")
-    signs, onsets, hard = [], [], False
+    signs, hard = Signs(), False
     if moved > 0.02:
-        signs.append(f"a step moves the policy {moved:.2g} nats a token from the one that sampled (limit: 0.02)")
-        onsets.append(r.onset("kl_old", 0.02, 1))
+        signs.add(
+            r.onset("kl_old", 0.02, 1),
+            f"a step moves the policy {moved:.2g} nats a token from the one that sampled (limit: 0.02)",
+        )
         hard = moved > 0.2
     if judged and clipped > 0.2:
-        signs.append(f"{percent(clipped)} of the tokens' ratios are clipped (limit: 20 %)")
-        onsets.append(r.onset("clipped_high", r.now("clipped_high") / 2, 1))
+        signs.add(
+            r.onset("clipped_high", r.now("clipped_high") / 2, 1),
+            f"{percent(clipped)} of the tokens' ratios are clipped (limit: 20 %)",
+        )
         hard = hard or clipped > 0.4
     if lag > 4:
-        signs.append(f"samples are {lag:.2g} updates old on average (limit: 4)")
-        onsets.append(r.onset("staleness", 4, 1))
+        signs.add(r.onset("staleness", 4, 1), f"samples are {lag:.2g} updates old on average (limit: 4)")
     if kept < 0.5:
-        signs.append(f"only {percent(kept)} of the samples were young enough to keep (limit: 50 %)")
-        onsets.append(r.onset("kept_frac", 0.5, -1))
+        signs.add(
+            r.onset("kept_frac", 0.5, -1),
+            f"only {percent(kept)} of the samples were young enough to keep (limit: 50 %)",
+        )
     if not signs:
         return None
-    since = min(onsets)
+    since = signs.since
     mild = len(signs) == 1 and moved > 0.02 and moved <= 0.05
     if mild and not r.dropped and not (r.helpless(since) and len(r.known("kl_old").values) >= 15):
         return None
@@ -204,7 +214,7 @@ def stale_updates(r: Readings) -> Verdict | None:
     menu = Menu(r)
     remedies = [menu.fewer_updates(), menu.fresher(), menu.kl_stop(), menu.lower_lr(), menu.correct()]
     evidence = [*signs, told("success", r.shift("success"))]
-    return Verdict(severity=severity, since=since, evidence=evidence, causes=causes, remedies=remedies)
+    return Verdict(severity, since, evidence, causes, remedies)
 
 
 def gradient_instability(r: Readings) -> Verdict | None:
@@ -213,21 +223,23 @@ def gradient_instability(r: Readings) -> Verdict | None:
     values, clip = known.values, min(fact(r.facts, "grad_clip", 1.0), 1.0)
     broken = r.known("num_nonfinite").values[-5:]
     lost = int((broken > 0).sum())
-    signs, onsets = [], []
+    signs = Signs()
     severity: Severity = "warning"
     if lost:
-        signs.append(f"{lost} of the last {len(broken)} steps had a gradient that wasn't finite")
         bad = r.known("num_nonfinite")
-        onsets.append(int(bad.steps[np.flatnonzero(bad.values > 0)[-lost]]))
+        since = int(bad.steps[np.flatnonzero(bad.values > 0)[-lost]])
+        signs.add(since, f"{lost} of the last {len(broken)} steps had a gradient that wasn't finite")
         severity = "critical" if lost >= 3 else "warning"
     before, now = values[:-3][-30:], r.now("grad_norm", 3)
     if len(before) >= 5 and before.min() > 0:
         usual = min(median(before), median(values[:10]) * 5 / 3)  # a lasting rise becomes its own running median
-        spread = max(step_noise(np.log(before)), 0.2)
+        spread = max(step_noise(np.log(before)), 0.2) * (1 + 1 / math.sqrt(len(before)))  # few values tell it badly
         far = math.log(now / usual) / spread if now > 0 else 0.0
-        if now > 3 * usual and now > clip and far > 3:
-            signs.append(f"gradient norm {now:.3g}, {now / usual:.2g} times its running median (limit: 3)")
-            onsets.append(r.onset("grad_norm", 2 * usual, 1))
+        if now > 3 * usual and now > clip and far > 3 and values[-3:].min() > 1.5 * usual:
+            signs.add(
+                r.onset("grad_norm", 2 * usual, 1),
+                f"gradient norm {now:.3g}, {now / usual:.2g} times its running median (limit: 3)",
+            )
             severity = "critical" if now > 10 * usual or r.dropped else severity
     if not signs:
         return None
@@ -243,6 +255,4 @@ def gradient_instability(r: Readings) -> Verdict | None:
     menu = Menu(r)
     remedies = [menu.lower_lr(), menu.clip_gradient(), menu.warm_up(), menu.fewer_updates(), menu.dual_clip()]
     examples = r.examples(lambda t: t.num_sampled_tokens)
-    return Verdict(
-        severity=severity, since=min(onsets), evidence=signs, causes=causes, remedies=remedies, examples=examples
-    )
+    return Verdict(severity, signs.since, signs, causes, remedies, examples)
