@@ -76,3 +76,17 @@ def test_a_run_says_before_step_1_what_it_knows_anyway(tmp_path: Path) -> None:
     assert said < next(i for i, line in enumerate(lines) if "dev after step 1" in line)
     rows = [json.loads(line) for line in (tmp_path / "run" / "findings.jsonl").read_text().splitlines()]
     assert {"small_group", "small_batch"} <= {row.get("mode") for row in rows if row["step"] == 0}
+
+
+def test_a_kl_that_a_safeguard_may_switch_on_is_in_the_estimate() -> None:
+    import torch
+
+    from upswing.learn.activations import Fits
+    from upswing.models.tiny import tiny_model
+    from upswing.stages.preflight import learner_bytes
+
+    model, sizes = tiny_model(), []
+    for change in ("safeguards=off", "safeguards=[lr]", "safeguards=[kl]", "safeguards=auto", "kl_coef=0.01"):
+        recipe = load_recipe(RECIPES / "tiny.yaml", ["rl.kl_coef=0", f"rl.{change}"])
+        sizes.append(learner_bytes(recipe, recipe.stages[1], model, Fits(), torch.float32, "cpu")["the reference"])
+    assert sizes[:2] == [0, 0] and 0 < sizes[2] == sizes[3] == sizes[4]

@@ -25,6 +25,7 @@ from upswing.learn.logits import CHUNK_ELEMENTS
 from upswing.learn.precision import compute_context
 from upswing.learn.trainer import CPU_PACK, GPU_PACK
 from upswing.monitor.findings import Finding
+from upswing.monitor.safeguards import usable
 from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, shown
 from upswing.preflight.checks import Size, option_findings, room_findings, template_findings
 from upswing.recipe import DistillStage, Recipe, RlStage
@@ -191,6 +192,7 @@ def learner_bytes(
     recipe: Recipe, stage: RlStage, model: Any, fits: Fits, dtype: torch.dtype, device: str, ranks: int = 1
 ) -> dict[str, float]:
     """What a rank of the learner holds, by what takes it; `fits`: of 1 GB. The model's weights may be on meta."""
+    may_pull = stage.kl_coef or "kl" in usable(stage.safeguards, dict(stage))  # by a safeguard, in mid-run
     weights = list(model.parameters())
     held, many = sum(p.nbytes for p in weights), sum(p.numel() for p in weights)
     trained = held + 12 * sum(p.numel() for p in weights if p.requires_grad)  # gradient and two moments in float32
@@ -201,7 +203,7 @@ def learner_bytes(
     return {
         "the policy's weights, gradients and moments": trained / ranks,
         "weights in 16 bits": 0 if dtype == torch.float32 else 2 * many,
-        "the reference": held / ranks if stage.kl_coef and stage.lora is None else 0,
+        "the reference": held / ranks if may_pull and stage.lora is None else 0,
         "the critic": trained if stage.critic is not None and stage.critic.kind == "separate" else 0,
         "activations": 1e9 * activations + 8 * min(CHUNK_ELEMENTS, pack * model.config.vocab_size),
     }
