@@ -227,7 +227,7 @@ def figures_of(found: dict[str, Any], part: str, dtype: str) -> dict[str, Figure
         f"logprob_gap_{end}": Figure(statistics.fmean(found["gap"]), target, "lower"),
         f"logprob_gap_max_{end}": Figure(max(found["gap"]), None, "lower"),
         f"adapter_gap_{end}": Figure(own, target, "lower"),
-        f"swap_seen_{end}": Figure(before / own, 10 if dtype == "float32" else 2),
+        f"swap_seen_{end}": Figure(before / own, 10 if dtype == "float32" else None),
         f"tokens_{end}": Figure(len(found["gap"]) + len(found["adapter_gap"])),
         f"completions_over_an_update_{end}": Figure(found["spanning"]),
         f"completions_over_a_swap_{end}": Figure(found["swapped_under"]),
