@@ -12,6 +12,17 @@ from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRe
 SECRET = "broken"
 
 
+class Unreadable:
+    """Is sent, but can't be received."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def refuse() -> None:
+    raise ValueError("nobody reads me")
+
+
 class Counting(Environment):
     """A tool turn, then an answer. `dies_at`: a file; the process that finds it takes it, and dies."""
 
@@ -25,7 +36,7 @@ class Counting(Environment):
     def reset(self, task: Task, seed: int) -> Observation:
         if task.data.get(SECRET):
             raise OSError("the disk is gone")
-        self.turns = 0
+        self.turns, self.odd = 0, task.data.get("odd")
         return Observation(messages=task.messages)
 
     def step(self, message: AssistantMessage) -> Observation:
@@ -45,7 +56,7 @@ class Counting(Environment):
         return Observation(done=True, stop_reason=StopReason.ANSWERED, answer=message.content)
 
     def state(self) -> dict[str, Any]:
-        return {"turns": self.turns, "pid": os.getpid()}
+        return {"turns": self.turns, "pid": os.getpid(), **({"odd": Unreadable()} if self.odd else {})}
 
 
 def even(messages: tuple[Message, ...]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from typer.testing import CliRunner
 
 from upswing.cli.main import app
-from upswing.cluster.actors import connect
+from upswing.cluster import actors
+from upswing.cluster.actors import check_room, connect, room_here
+from upswing.cluster.engines import RayEngines, Received
 from upswing.errors import ConfigError
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context
 from upswing.models.attention import use_upswing_attention
 from upswing.recipe import ClusterSection, check_same, load_recipe
-from upswing.stages.placement import _fits, plan
+from upswing.stages.placement import _fits, _sized, _weight_bytes, _whole_bytes, plan
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
@@ -80,9 +84,199 @@ def test_the_plan_says_what_is_where() -> None:
     assert list(plan(load_recipe(TINY)))[1].startswith("engine: in the process of the run; ")
 
 
+TWO_BIG = [{"CPU": 8.0, "GPU": 2.0, "memory": 1.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("section", "nodes", "message"),
+    [
+        ({"engines": 4, "engine_gpus": 1}, TWO_BIG, None),
+        ({"engines": 1, "engine_gpus": 4}, TWO_BIG, "no node has the 1 CPU + 4 GPUs that must be on one (pack); there"),
+        (
+            {"engines": 3, "placement": "strict_pack"},
+            TWO_BIG,
+            "no node has the 3 CPUs + 3 GPUs that must be on one (st",
+        ),
+        ({"engines": 2, "placement": "strict_pack"}, TWO_BIG, None),
+        ({"engines": 2, "env_workers": 1, "placement": "strict_spread"}, TWO_BIG, "each of 3 actors on a node of its"),
+        ({"engines": 2, "placement": "strict_spread"}, TWO_BIG, None),
+        ({"engines": 17, "engine_gpus": 0}, TWO_BIG, "17 CPUs are needed, but there are 16; use less of: engines, env"),
+        ({"engines": 1}, [{}], "1 CPUs are needed, but there are 0"),
+    ],
+)
+def test_what_no_node_has_is_refused_at_once(section: dict[str, Any], nodes: Any, message: str | None) -> None:
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=re.escape(message)):
+        check_room(ClusterSection(kind="ray", **section), nodes)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert room_here(ClusterSection(kind="ray", learners=2))["GPU"] == 1
+    with pytest.raises(ConfigError, match=r"cluster\.learners: got 3, but each takes a GPU, and this machine has 2"):
+        room_here(ClusterSection(kind="ray", learners=3))
+
+
+# -- what stays behind, and what is sent: the parts of Ray that take part are stood in for ----------------------------
+
+
+class FakeRay:
+    """One node, at whose address nobody answers, and an object store."""
+
+    class exceptions:
+        RayError = RayTaskError = UnserializableException = KeyError
+
+    put = staticmethod(lambda array: array)
+    kill = staticmethod(lambda actor: None)
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 1.0}}, {"Alive": False, "Resources": {"CPU": 9.0}}]
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+def test_a_connection_is_ended_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(actors, "connect", lambda section: (ray, True))
+    with pytest.raises(ConfigError, match="2 CPUs are needed, but there are 1"):
+        actors.Cluster(ClusterSection(kind="ray", engines=2), print)
+    assert ray.ended == 1
+
+
+class Method:
+    """Of an actor; what it returns is awaited."""
+
+    def __init__(self, function: Any) -> None:
+        self.remote = function
+
+
+class FakeEngine:
+    """Has weights that it can hang over."""
+
+    def __init__(self, hangs: bool, dtype: torch.dtype) -> None:
+        self.given: list[tuple[dict[str, torch.Tensor], int]] = []
+
+        async def load(weights: dict[str, Any], version: int) -> None:
+            if hangs:
+                await asyncio.Event().wait()
+            self.given.append((dict(Received(weights)), version))
+
+        async def begin() -> dict[str, Any]:
+            return {"kv_tokens": 10, "max_request": 5, "weights": dtype}
+
+        self.load, self.begin = Method(load), Method(begin)
+
+
+def at_once(answer: Any) -> Any:
+    """What a coroutine returns that waits for nothing."""
+    with pytest.raises(StopIteration) as end:
+        answer.send(None)
+    return end.value.value
+
+
+class FakeCluster(actors.Cluster):
+    """Whose actors are engines; the first `bad` of them hang."""
+
+    def __init__(self, engines: int, bad: int, *dtypes: torch.dtype) -> None:
+        self.section, self.ray, self.closed = ClusterSection(kind="ray", engines=engines), FakeRay(), 0
+        self._gone, self._why, self.warned = asyncio.Event(), "", list[str]()
+        self.warn = self.warned.append
+        self.made = [FakeEngine(number < bad, dtypes[number % len(dtypes)]) for number in range(engines + 1)]
+        self.left = iter(self.made)
+
+    def start(self, kind: type, place: int, *args: Any) -> Any:
+        return next(self.left)
+
+    def wait(self, answers: Any) -> list[Any]:
+        return [at_once(answer) for answer in answers]
+
+    async def check(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_nothing_stays_behind_when_an_engine_can_not_start() -> None:
+    cluster = FakeCluster(2, 0, torch.float32)
+    cluster.left = iter(cluster.made[:1])
+    with pytest.raises(StopIteration):
+        RayEngines(cluster, "tiny")
+    assert cluster.closed == 1
+
+
+@pytest.mark.parametrize("held", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32)])
+def test_weights_are_sent_as_engines_hold_them(held: tuple[torch.dtype, ...]) -> None:
+    """As many bytes, and the values that an engine in this process would make of them; float32 where one holds that."""
+    cluster = FakeCluster(2, 0, *held)
+    engines = RayEngines(cluster, "tiny")
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(7, 3).T, "b": torch.tensor(1 / 3), "c": torch.tensor([torch.inf, torch.nan, 1e-40])}
+    asyncio.run(engines.update_weights(weights, 1))
+    wide = torch.float32 in held
+    assert {name: array.nbytes for name, array in engines._weights.items()} == {
+        name: tensor.numel() * (4 if wide else 2) for name, tensor in weights.items()
+    }
+    for engine in cluster.made[:2]:
+        [(given, version)] = engine.given
+        assert version == 1 and given.keys() == weights.keys()
+        for name, tensor in weights.items():
+            own = torch.empty(tensor.shape, dtype=torch.float32 if wide else torch.bfloat16)
+            torch.testing.assert_close(given[name], own.copy_(tensor), rtol=0, atol=0, equal_nan=True)
+
+
+async def test_an_engine_that_hangs_over_weights_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upswing.cluster.engines.LOAD_S", 0.1)
+    cluster = FakeCluster(2, 1, torch.float32)
+    engines = RayEngines(cluster, "tiny")
+    await engines.update_weights({"a": torch.ones(2)}, 7)
+    assert engines.version == 7
+    member = engines.pool.members[0]
+    assert member.task is not None
+    await member.task
+    assert member.up and member.actor is cluster.made[2] and [v for _, v in cluster.made[2].given] == [7]
+    assert cluster.warned == ["engine 1 of 2 is replaced: it took longer than 0.1 s to load weights"]
+    await engines.close()
+    engines.pool.lose(engines.pool.members[1], cluster.made[1], "closed")
+    assert cluster.closed == 1 and engines.pool.members[1].task is None, "nobody is replaced after the end"
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_torchruns_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = list(plan(load_recipe(TINY)))[-1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert " a rank: " in list(plan(load_recipe(TINY)))[-1] and " a rank" not in alone
+
+
+def test_weights_of_a_plan_are_those_of_the_run(tmp_path: Path) -> None:
+    """A learner's are float32 whatever the config says. Of an engine in int8 only the products are."""
+    hidden, inner, layers, vocab = 256, 704, 5, 300
+    for tied in (False, True):
+        models()["llama"][1].save_pretrained(tmp_path)
+        config = LlamaConfig.from_pretrained(tmp_path, tie_word_embeddings=tied)
+        config.save_pretrained(tmp_path)
+        model = _sized(str(tmp_path))
+        products = layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * inner)
+        norms, head = hidden * (2 * layers + 1), 0 if tied else vocab * hidden
+        assert sum(p.nbytes for p in model.parameters()) == 4 * (products + norms + vocab * hidden + head)
+        assert _weight_bytes(model, torch.bfloat16, int8=False) == 2 * (products + norms + vocab * hidden + head)
+        # A tied embedding stays for the look-up, beside the head's product.
+        assert _weight_bytes(model, torch.bfloat16, int8=True) == products + vocab * hidden + 2 * (
+            norms + vocab * hidden
+        )
+        layer = products / layers + 2 * hidden
+        assert _whole_bytes(model) == 4 * (3 * layer + 2 * (vocab * hidden + head + hidden))
+
+
 def models() -> dict[str, tuple[Any, Any]]:
     shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
-    llama = LlamaConfig(**shape, intermediate_size=704, num_hidden_layers=5)
+    llama = LlamaConfig(**shape, intermediate_size=704, num_hidden_layers=5, dtype="bfloat16")
     qwen = Qwen2Config(**shape, intermediate_size=512, num_hidden_layers=3)
     return {"llama": (LlamaForCausalLM, llama), "qwen2": (Qwen2ForCausalLM, qwen)}
 

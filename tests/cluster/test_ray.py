@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from safetensors.torch import load_file
 
 from upswing.cluster.actors import Cluster, Member, Pool
 from upswing.cluster.engines import RayEngines
+from upswing.cluster.ranks import led
 from upswing.cluster.worlds import RemoteRubric, Workers
 from upswing.engine.base import Completion, Engine, Sampling
 from upswing.engine.torch import TorchEngine
@@ -167,7 +170,8 @@ def recipe(steps: int = 2, cluster: dict[str, Any] | None = None, **args: Any) -
 async def test_a_worker_that_dies_breaks_what_it_played_and_is_replaced(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     one = recipe(cluster={"env_workers": 2}, dies_at=str(flag))
-    cluster = Cluster(one.cluster.model_copy(update={"engines": 0}), lambda text: None)
+    warned: list[str] = []
+    cluster = Cluster(one.cluster.model_copy(update={"engines": 0}), warned.append)
     workers = Workers(cluster, one.model_copy(update={"cluster": cluster.section}))
     task = Task(id="t", messages=(Message(role="user", content="say 1"),))
     said = AssistantMessage(content="abc")
@@ -184,12 +188,24 @@ async def test_a_worker_that_dies_breaks_what_it_played_and_is_replaced(tmp_path
     states = await asyncio.gather(*(played(workers.make_env()) for _ in range(4)))
     assert {state["turns"] for state in states} == {2} and os.getpid() not in {state["pid"] for state in states}
     assert len({state["pid"] for state in states}) == 2
+    broken, unsent, odd = (workers.make_env() for _ in range(3))
     with pytest.raises(EnvironmentBroken, match="OSError: the disk is gone"):
-        await workers.make_env().reset(Task(id="x", messages=(), data={"broken": 1}), 0)
+        await broken.reset(Task(id="x", messages=(), data={"broken": 1}), 0)
+    # What can't be sent or received is that episode's end, not the worker's, whose other episodes go on.
+    with pytest.raises(TypeError, match="lock"):
+        await unsent.reset(Task(id="y", messages=(), data={"lock": threading.Lock()}), 0)
+    await odd.reset(Task(id="z", messages=(), data={"odd": 1}), 0)
+    with pytest.raises(UpswingError, match=r"can't be read here.*nobody reads me"):
+        await odd.state()
+    for env in (broken, unsent, odd):
+        await env.close()
+    assert warned == [] and {state["pid"] for state in states} == {
+        state["pid"] for state in await asyncio.gather(*(played(workers.make_env()) for _ in range(4)))
+    }
     flag.touch()
     ended = await asyncio.gather(*(played(workers.make_env()) for _ in range(4)), return_exceptions=True)
-    broken = [end for end in ended if not isinstance(end, dict)]
-    assert all(isinstance(end, EnvironmentBroken) and "worker died" in str(end) for end in broken) and len(broken) == 2
+    lost = [end for end in ended if not isinstance(end, dict)]
+    assert all(isinstance(end, EnvironmentBroken) and "worker died" in str(end) for end in lost) and len(lost) == 2
     assert all(await asyncio.gather(*(played(workers.make_env()) for _ in range(4))))
     trajectory = Trajectory(
         id="t", task=task, branches=(), messages=(Message(role="assistant", content="b"),),
@@ -267,6 +283,38 @@ def test_ranks_of_the_learner_as_actors(undisturbed: Path, tmp_path: Path) -> No
         row["reward"] for row in MetricsLog(undisturbed).read("rl")
     ]
     assert_same_weights(out, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("is not made", "ActorDiedError: ImportError: no upswing here"),
+        ("raises", "OSError: no room for torch"),
+        ("dies", "ActorDiedError: The actor died unexpectedly"),
+    ],
+)
+def test_a_rank_that_can_not_start_is_noticed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has met rank 0."""
+
+    class Rank:
+        def __init__(self, folder: str) -> None:
+            if how == "is not made":
+                raise ImportError("no upswing here")
+
+        def follow(self, place: dict[str, str]) -> None:
+            if how == "raises":
+                raise OSError("no room for torch")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("upswing.cluster.ranks.RankActor", Rank)
+    section = ClusterSection(kind="ray", learners=2).model_copy(update={"engines": 0})
+    cluster, started = Cluster(section, print), time.monotonic()
+    try:
+        with pytest.raises(UpswingError, match=f"rank 1 of 2 can't start: {message}"), led(cluster):
+            pass
+        assert time.monotonic() - started < 60
+    finally:
+        cluster.close()
 
 
 def test_a_run_whose_node_is_killed_ends_and_goes_on_elsewhere(

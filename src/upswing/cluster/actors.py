@@ -8,7 +8,8 @@ import math
 import os
 import random
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ def connect(section: ClusterSection) -> tuple[Any, bool]:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if section.address is None:
         room = room_here(section)
-        check_room(section, room)
+        check_room(section, [room])
         with _gpus_hidden(int(room["GPU"] > 0 and section.learners > 1)):
             ray.init("local", num_cpus=room["CPU"], num_gpus=room["GPU"], include_dashboard=False, **quiet)
         return ray, True
@@ -62,25 +63,33 @@ def connect(section: ClusterSection) -> tuple[Any, bool]:
 
 def room_here(section: ClusterSection) -> dict[str, float]:
     """What a Ray that is started on this machine has: as many CPUs as are asked for, and all GPUs but the one that
-    rank 0 of several takes, which is the process of the run."""
+    rank 0 of several takes, which is the process of the run. Raises ConfigError for more ranks than GPUs."""
     import torch  # not for workers
 
+    if 0 < (gpus := torch.cuda.device_count()) < section.learners:
+        raise ConfigError(
+            f"cluster.learners: got {section.learners}, but each takes a GPU, and this machine has {gpus}; use "
+            f"{gpus}, or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+        )
     cpus = max(os.cpu_count() or 1, math.ceil(sum(place["CPU"] for place in places(section, 0))))
-    return {"CPU": cpus, "GPU": max(torch.cuda.device_count() - (section.learners > 1), 0)}
+    return {"CPU": cpus, "GPU": max(gpus - (section.learners > 1), 0)}
 
 
 @contextmanager
 def _gpus_hidden(count: int) -> Iterator[None]:
     """The first ones, from a Ray that is started inside."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
     if count:
         seen = before.split(",") if before else list(map(str, range(64)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[count:])
-    yield
-    if count and before is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    elif before is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = before
+        os.environ[name] = ",".join(seen[count:])
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif count:
+            del os.environ[name]
 
 
 def places(section: ClusterSection, gpus_there: float) -> list[dict[str, float]]:
@@ -92,19 +101,50 @@ def places(section: ClusterSection, gpus_there: float) -> list[dict[str, float]]
     return [{name: amount for name, amount in one.items() if amount} for one in found]
 
 
-def check_room(section: ClusterSection, there: dict[str, float]) -> list[dict[str, float]]:
-    """`places`. Raises ConfigError when the cluster has less than all of them take."""
-    wanted = places(section, there.get("GPU", 0))
-    for name in ("CPU", "GPU"):
-        if (needed := sum(one.get(name, 0) for one in wanted)) > (have := there.get(name, 0)):
+def check_room(section: ClusterSection, nodes: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """`places`. Raises ConfigError when the nodes have less than all of them take, or none has enough for one."""
+    there = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
+    wanted = places(section, there["GPU"])
+    total = {name: sum(one.get(name, 0) for one in wanted) for name in there}
+    for name, have in there.items():
+        if total[name] > have:
             keys = "engines, env_workers, learners" if name == "CPU" else "engines, engine_gpus, learners"
-            raise ConfigError(f"cluster: {needed:g} {name}s are needed, but there are {have:g}; use less of: {keys}")
+            raise ConfigError(
+                f"cluster: {total[name]:g} {name}s are needed, but there are {have:g}; use less of: {keys}"
+            )
+    for need in [total] if section.placement == "strict_pack" else wanted:
+        if not any(all(node.get(name, 0) >= amount for name, amount in need.items()) for node in nodes):
+            raise ConfigError(
+                f"cluster: no node has the {shown(need)} that must be on one ({section.placement}); there are: "
+                f"{_listed(nodes)}; use less, or another cluster.placement"
+            )
+    if section.placement == "strict_spread" and len(wanted) > len(nodes):
+        raise ConfigError(
+            f"cluster.placement: strict_spread puts each of {len(wanted)} actors on a node of its own, but there are "
+            f"{len(nodes)}; use spread"
+        )
     return wanted
 
 
+def live_nodes(ray: Any) -> list[dict[str, float]]:
+    """What each node has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def shown(place: Mapping[str, float]) -> str:
+    found = [(name, place[name]) for name in ("CPU", "GPU") if place.get(name)]
+    return " + ".join(f"{amount:g} {name}{'s' * (amount > 1)}" for name, amount in found) or "nothing"
+
+
+def _listed(nodes: Sequence[Mapping[str, float]]) -> str:
+    return ", ".join(f"{count} with {what}" for what, count in Counter(map(shown, nodes)).items())
+
+
 def first_line(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
+    """With Ray's account of an actor that couldn't be made, the last: what was raised there."""
+    lines = str(problem).strip().splitlines() or [""]
+    said = lines[-1 if "creation task" in lines[0] else 0].strip()
+    return f"{type(problem).__name__}: {said}".rstrip(": ")
 
 
 class Cluster:
@@ -114,20 +154,24 @@ class Cluster:
         """Raises ConfigError when it can't be reached or has too little."""
         self.section, self.warn = section, warn
         self._gone, self._why = asyncio.Event(), ""
+        self._group: Any = None
         self.ray, self._ours = connect(section)
-        self.places = check_room(section, self.ray.cluster_resources())
-        self._group = self.ray.util.placement_group(self.places, strategy=section.placement.upper())
-        if not self._group.wait(PLACE_S):
-            nodes = "; ".join(_shown(node["Resources"]) for node in self.ray.nodes() if node["Alive"])
+        try:
+            nodes = live_nodes(self.ray)
+            self.places = check_room(section, nodes)
+            here = self.ray.get_runtime_context()
+            [node] = [node for node in self.ray.nodes() if node["NodeID"] == here.get_node_id()]
+            head, _, port = here.gcs_address.rpartition(":")
+            self._ports = ((head, int(port)), (node["NodeManagerAddress"], int(node["NodeManagerPort"])))
+            self._group = self.ray.util.placement_group(self.places, strategy=section.placement.upper())
+            if not self._group.wait(PLACE_S):
+                raise ConfigError(
+                    f"cluster: there is no room ({section.placement}) for {_listed(self.places)} on nodes as "
+                    f"{_listed(nodes)}, or others use it; use fewer, or another cluster.placement"
+                )
+        except BaseException:
             self.close()
-            raise ConfigError(
-                f"cluster: there is no room ({section.placement}) for {', '.join(map(_shown, self.places))} on nodes "
-                f"with {nodes}, or others use it; use fewer, or another cluster.placement"
-            )
-        here = self.ray.get_runtime_context()
-        [node] = [node for node in self.ray.nodes() if node["NodeID"] == here.get_node_id()]
-        head, _, port = here.gcs_address.rpartition(":")
-        self._ports = ((head, int(port)), (node["NodeManagerAddress"], int(node["NodeManagerPort"])))
+            raise
 
     def start(self, kind: type, place: int, *args: Any) -> Any:
         """An actor in its place; it dies once and for all."""
@@ -140,10 +184,12 @@ class Cluster:
         return self.ray.remote(kind).options(**options).remote(*args)
 
     async def call(self, method: Any, *args: Any) -> Any:
-        """What an actor's method returns. Raises what it raises, and Gone."""
+        """What an actor's method returns. Raises what it raises, what arguments raise that can't be sent (UpswingError
+        for answers that can't), and Gone."""
+        errors = self.ray.exceptions
         try:
             answer = method.remote(*args)
-        except Exception as problem:
+        except (errors.RayError, OSError) as problem:
             raise Gone(first_line(problem)) from problem
         try:
             return await answer
@@ -151,9 +197,12 @@ class Cluster:
             with suppress(Exception):
                 self.ray.cancel(answer)
             raise
-        except self.ray.exceptions.RayTaskError as problem:
+        except errors.RayTaskError as problem:
             raise problem.cause from None
         except Exception as problem:
+            unread = isinstance(getattr(problem, "client_exc", None), Exception)  # else what client_exc says is text
+            if unread or isinstance(problem, errors.UnserializableException):
+                raise UpswingError(f"what it answered can't be read here: {first_line(problem)}") from problem
             raise Gone(first_line(problem)) from None
 
     def wait(self, answers: Sequence[Any]) -> list[Any]:
@@ -166,9 +215,10 @@ class Cluster:
             raise UpswingError(f"cluster: an actor can't start: {first_line(problem)}") from None
 
     def close(self) -> None:
+        """Ends all actors."""
         if self._ours:
             self.ray.shutdown()
-        elif not self.is_gone:
+        elif self._group is not None and self._answers():
             self.ray.util.remove_placement_group(self._group)
 
     # -- the cluster itself -------------------------------------------------------------------------------------------
@@ -224,10 +274,6 @@ class Cluster:
                 await asyncio.wait_for(self._gone.wait(), BEAT_S)
 
 
-def _shown(place: dict[str, float]) -> str:
-    return " + ".join(f"{amount:g} {name}" for name, amount in place.items() if name in ("CPU", "GPU"))
-
-
 @dataclass(eq=False)
 class Member:
     """A place and the actor in it."""
@@ -260,7 +306,7 @@ class Pool:
         self.members = [Member(place, start(place)) for place in places]
         self.begun = cluster.wait([member.actor.begin.remote() for member in self.members])
         self._holders: dict[str, Member] = {}
-        self._changed, self._rng = asyncio.Event(), random.Random(0)
+        self._changed, self._closed, self._rng = asyncio.Event(), False, random.Random(0)
 
     async def pick(self, name: str | None = None) -> Member:
         """Who holds `name`, else the less busy of two, who then does. Waits while there is none."""
@@ -301,7 +347,7 @@ class Pool:
 
     def lose(self, member: Member, actor: Any, why: str) -> None:
         """What it held is held by nobody."""
-        if member.up and member.actor is actor:
+        if member.up and member.actor is actor and not self._closed:
             member.up = False
             for name in tuple(member.names):
                 self.forget(name)
@@ -328,11 +374,14 @@ class Pool:
             self._cluster.give_up(f"no {self._what} stays alive (the last: {why})")
 
     def close(self) -> None:
+        """Nobody is replaced any more. The actors end with the cluster's places; who waits for one gets one, and
+        learns that it has ended."""
+        self._closed = True
         for member in self.members:
+            member.up = True
             if member.task is not None:
                 member.task.cancel()
-            if not self._cluster.is_gone:
-                self._cluster.ray.kill(member.actor)
+        self._changed.set()
 
 
 def enter(folder: str) -> None:

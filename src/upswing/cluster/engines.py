@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upswing.cluster.actors import Cluster, Gone, Pool, enter
+from upswing.cluster.actors import Cluster, Gone, Member, Pool, enter
 from upswing.cluster.ranks import led
 from upswing.engine.base import Capabilities, Completion, EngineStats, FinishReason, Sampling
 from upswing.engine.torch import TorchEngine
@@ -22,6 +22,8 @@ from upswing.models.load import load_model
 
 TRIES = 4
 """Engines that may die of, or under, one request."""
+LOAD_S = 600.0
+"""An engine that hasn't loaded its weights by then hangs."""
 
 
 class EngineActor:
@@ -31,10 +33,11 @@ class EngineActor:
         enter(folder)
         self._model, self._options = model, options
 
-    async def begin(self) -> dict[str, int]:
+    async def begin(self) -> dict[str, Any]:
         loaded = load_model(self._model)
-        self._engine = TorchEngine.from_model(loaded.model, tokenizer=loaded.tokenizer, **self._options)
-        return {"kv_tokens": self._engine.kv_tokens, "max_request": self._engine.max_request}
+        engine = TorchEngine.from_model(loaded.model, tokenizer=loaded.tokenizer, **self._options)
+        self._engine, dtype = engine, torch.float32 if self._options.get("quantize") else engine.model.dtype
+        return {"kv_tokens": engine.kv_tokens, "max_request": engine.max_request, "weights": dtype}
 
     async def request_limit(self, total: int) -> str:
         return self._engine.request_limit(total)
@@ -50,17 +53,26 @@ class EngineActor:
     async def load(self, weights: Mapping[str, Any], version: int) -> None:
         """`weights`: names -> references to arrays, which are fetched while it still samples."""
         arrays = await asyncio.gather(*weights.values())
-        await self._engine.update_weights(_Tensors(dict(zip(weights, arrays, strict=True))), version)
+        await self._engine.update_weights(Received(dict(zip(weights, arrays, strict=True))), version)
 
 
-class _Tensors(Mapping[str, torch.Tensor]):
-    """Each is copied when it is read: the arrays are Ray's, and read-only."""
+def sent(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    """As it is put into the object store, from where engines read it without a copy each; bfloat16 as int16, for NumPy
+    has none."""
+    held = tensor.detach().to("cpu", dtype)
+    found: np.ndarray = (held.view(torch.int16) if dtype == torch.bfloat16 else held).numpy()
+    return found
+
+
+class Received(Mapping[str, torch.Tensor]):
+    """Of arrays that `sent` made. Each is copied when it is read: they are Ray's, and read-only."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays = arrays
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.tensor(self._arrays[name])
+        found = torch.tensor(self._arrays[name])
+        return found.view(torch.bfloat16) if found.dtype == torch.int16 else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -86,12 +98,19 @@ class RayEngines:
         def start(place: int) -> Any:
             return cluster.start(EngineActor, place, os.getcwd(), model, options)
 
-        self.pool = Pool(cluster, "engine", start, range(cluster.section.engines), self._catch_up)
-        self.kv_tokens = sum(one["kv_tokens"] for one in self.pool.begun)
+        with ExitStack() as parts:  # nothing stays behind when one of them can't start
+            parts.callback(cluster.close)
+            self.pool = Pool(cluster, "engine", start, range(cluster.section.engines), self._catch_up)
+            parts.callback(self.pool.close)
+            parts.enter_context(led(cluster))
+            self._parts = parts.pop_all()
+        begun = self.pool.begun
+        self.kv_tokens = sum(one["kv_tokens"] for one in begun)
         """Of all engines together."""
-        self.max_request = min(one["max_request"] for one in self.pool.begun)
-        self._ranks = ExitStack()
-        self._ranks.enter_context(led(cluster))
+        self.max_request = min(one["max_request"] for one in begun)
+        self._dtype: torch.dtype = max((one["weights"] for one in begun), key=lambda dtype: dtype.itemsize)
+        """Of weights on their way: what the engines would make of them anyway; of products in int8, what they are made
+        from."""
 
     def request_limit(self, total: int) -> str:
         """What a request of `total` tokens is above; for messages."""
@@ -127,7 +146,7 @@ class RayEngines:
 
     def release(self, session: str) -> None:
         """Free what is kept for a session. Unknown sessions are ignored."""
-        if (holder := self.pool.forget(session)) is not None and not self.cluster.is_gone:
+        if (holder := self.pool.forget(session)) is not None and not (self.cluster.is_gone or self._closed):
             with suppress(Exception):  # it has died, and its cache with it
                 holder.actor.release.remote(session)
 
@@ -141,17 +160,25 @@ class RayEngines:
         before = self._weights, self._newest
         self._weights, self._newest = await asyncio.to_thread(self._put, weights), version
         up = [member for member in self.pool.members if member.up]
-        loading = (self.pool.call(member, "load", self._weights, version) for member in up)
-        for problem in await asyncio.gather(*loading, return_exceptions=True):
-            if isinstance(problem, BaseException) and not isinstance(problem, Gone):
+        for problem in await asyncio.gather(*map(self._load, up), return_exceptions=True):
+            if problem is not None:
                 self._weights, self._newest = before
                 raise problem
         self.version = version
 
+    async def _load(self, member: Member) -> None:
+        """The newest weights into one engine; one that dies, or hangs, is replaced. Raises what loading raises."""
+        actor = member.actor
+        try:
+            await asyncio.wait_for(self.pool.call(member, "load", self._weights, self._newest), LOAD_S)
+        except TimeoutError:
+            self.pool.lose(member, actor, f"it took longer than {LOAD_S:g} s to load weights")
+        except Gone:
+            pass
+
     def _put(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """One at a time: a lazy mapping makes each when it is read."""
-        put = self.cluster.ray.put
-        return {name: put(tensor.detach().to("cpu", torch.float32).numpy()) for name, tensor in weights.items()}
+        return {name: self.cluster.ray.put(sent(tensor, self._dtype)) for name, tensor in weights.items()}
 
     async def _catch_up(self, actor: Any) -> None:
         """Give a new engine the newest weights, and those that came meanwhile."""
@@ -164,6 +191,4 @@ class RayEngines:
         """Stop; requests still running end as cancelled."""
         if not self._closed:
             self._closed = True
-            self._ranks.close()
-            self.pool.close()
-            self.cluster.close()
+            self._parts.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from upswing.cluster.actors import Cluster, enter
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from upswing.cluster.actors import Cluster, enter, first_line
+from upswing.errors import UpswingError
 from upswing.learn.sharded import follow, lead
 
 
@@ -18,33 +20,32 @@ class RankActor:
         enter(folder)
 
     def follow(self, place: Mapping[str, str]) -> None:
-        os.environ.update(place)
-        follow()
+        follow(place)
 
 
 @contextmanager
 def led(cluster: Cluster) -> Iterator[None]:
-    """Learners made inside are on `cluster.learners` ranks."""
-    section = cluster.section
+    """Learners made inside are on `cluster.learners` ranks. Raises UpswingError when one of them can't start."""
+    section, ray = cluster.section, cluster.ray
     if section.learners == 1:
         yield
         return
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    host = cluster.ray.util.get_node_ip_address()
-    place = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(section.learners), "LOCAL_RANK": "0"}
+    host = ray.util.get_node_ip_address()
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)  # at a free port
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(section.learners)}
     first = section.engines + section.env_workers - 1
     actors = [cluster.start(RankActor, first + rank, os.getcwd()) for rank in range(1, section.learners)]
-    for rank, actor in enumerate(actors, start=1):
-        actor.follow.remote({**place, "RANK": str(rank)})
-    before = dict(os.environ)
-    os.environ.update({**place, "RANK": "0"})
-    try:
-        with lead():
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        for actor in actors:
-            cluster.ray.kill(actor)
+    ends = [actor.follow.remote({**place, "RANK": str(rank)}) for rank, actor in enumerate(actors, start=1)]
+
+    def watch() -> None:
+        """Raises UpswingError for a rank that has ended."""
+        for end in ray.wait(ends, timeout=0)[0]:
+            which = f"rank {ends.index(end) + 1} of {section.learners}"
+            try:
+                ray.get(end)
+            except ray.exceptions.RayError as problem:
+                why = first_line(getattr(problem, "cause", problem))
+                raise UpswingError(f"{which} can't start: {why}") from problem
+
+    with lead({**place, "RANK": "0"}, store=store, watch=watch):
+        yield

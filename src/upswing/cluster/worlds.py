@@ -43,6 +43,8 @@ class WorldActor:
         try:
             if method == "reset":
                 self._episodes[episode] = self._make()
+            elif method == "close" and episode not in self._episodes:
+                return None, None  # its reset never came
             env = self._episodes.pop(episode) if method == "close" else self._episodes[episode]
             return await call_env(getattr(env, method), *args, timeout_s=self._timeout_s), None
         except (Exception, SystemExit, GeneratorExit) as problem:
@@ -90,9 +92,9 @@ class RemoteEnvironment(Environment):
                 member = await pool.pick(self._episode)
             self._where = (member, member.actor)
         member, actor = self._where
-        if member.actor is not actor or not member.up:
-            raise EnvironmentBroken("the environment's worker died")
         try:
+            if member.actor is not actor or not member.up:
+                raise Gone("under another call")
             found, problem = await pool.call(member, "play", self._episode, method, *args)
         except Gone as gone:
             if not await cluster.check():

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from upswing.cluster.actors import check_room, connect, room_here
+from upswing.cluster.actors import check_room, connect, live_nodes, room_here, shown
 from upswing.engine.kv_cache import KVCache
 from upswing.engine.weights import compute_dtype
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context, native_bf16
+from upswing.learn.sharded import decoder_layers
 from upswing.models.attention import use_upswing_attention
 from upswing.models.load import TINY, resolve_model
 from upswing.models.tiny import tiny_model
@@ -34,70 +35,69 @@ HEAD = 8
 def plan(recipe: Recipe) -> Iterator[str]:
     """Lines. A cluster with an address is asked for what it has; ConfigError when that is too little."""
     section = recipe.cluster
-    there, where = _there(recipe)
-    yield f"{where}: {there['CPU']:g} CPUs, {there.get('GPU', 0):g} GPUs, {there['memory'] / 1e9:.1f} GB of memory"
+    nodes, where = _there(recipe)
+    there = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory")}
+    yield f"{where}: {there['CPU']:g} CPUs, {there['GPU']:g} GPUs, {there['memory'] / 1e9:.1f} GB of memory"
     model = _sized(recipe.model)
+    ranks = section.learners
     if section.kind == "ray":
-        wanted = check_room(section, there)
+        wanted = check_room(section, nodes)
         gpus = wanted[0].get("GPU", 0)
-        yield f"engines: {section.engines}, each {_room(wanted[0])}{_engine(recipe, model, gpus)}"
+        yield f"engines: {section.engines}, each {shown(wanted[0])}{_engine(recipe, model, gpus)}"
         if section.env_workers:
-            yield f"env workers: {section.env_workers}, each {_room(wanted[section.engines])}; verifiers are there, too"
+            yield f"env workers: {section.env_workers}, each {shown(wanted[section.engines])}; verifiers are there, too"
         else:
             yield "environments and verifiers: in the process of the run"
-        more = f" and {section.learners - 1} more, each {_room(wanted[-1])}" if section.learners > 1 else ""
+        more = f" and {ranks - 1} more, each {shown(wanted[-1])}" if ranks > 1 else ""
         yield f"learner: the process of the run{more} (placement: {section.placement})"
     elif recipe.engine.kind == "torch":
         yield f"engine: in the process of the run{_engine(recipe, model, float(torch.cuda.is_available()))}"
     else:
         yield f"engine: {recipe.engine.kind} at {recipe.engine.url}"
+    if "MASTER_ADDR" in os.environ:
+        ranks = max(ranks, int(os.environ.get("WORLD_SIZE", 1)))  # torchrun's
     for stage in recipe.stages:
         if isinstance(stage, RlStage):
-            yield f"{stage.name}: {_learner(recipe, stage, model, there.get('GPU', 0) > 0 and section.learners > 1)}"
+            yield f"{stage.name}: {_learner(recipe, stage, model, there['GPU'] > 0 and ranks > 1, ranks)}"
 
 
-def _there(recipe: Recipe) -> tuple[dict[str, float], str]:
-    """What the machines have, and which they are."""
+def _there(recipe: Recipe) -> tuple[list[dict[str, float]], str]:
+    """What each machine has, and which they are."""
     section, memory = recipe.cluster, {"memory": machine_bytes(CPU)}
     if section.kind == "local":
-        return {"CPU": float(os.cpu_count() or 1), "GPU": torch.cuda.device_count(), **memory}, "this machine"
+        return [{"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count(), **memory}], "this machine"
     if section.address is None:
-        return room_here(section) | memory, "Ray, started on this machine"
+        return [room_here(section) | memory], "Ray, started on this machine"
     ray, ours = connect(section)
     try:
-        found = ray.cluster_resources()
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        return found, f"Ray at {section.address}, {nodes} node{'s' * (nodes > 1)}"
+        nodes = live_nodes(ray)
+        return nodes, f"Ray at {section.address}, {len(nodes)} node{'s' * (len(nodes) > 1)}"
     finally:
         if ours:
             ray.shutdown()
 
 
-def _room(place: dict[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}{'s' * (amount > 1)}" for name, amount in place.items())
-
-
 def _sized(spec: str) -> Any:
-    """The model without its weights; None when its config isn't on this machine."""
+    """The model without its weights, which would be float32; None when its config isn't on this machine."""
     if spec == TINY:
         return tiny_model()
     folder = resolve_model(spec, download=False)
     if not (folder / "config.json").is_file():
         return None
     with torch.device("meta"):
-        return MODEL.from_config(AutoConfig.from_pretrained(folder))
+        return MODEL.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
 def _engine(recipe: Recipe, model: Any, gpus: float) -> str:
     if model is None:
         return "; memory not known: the model isn't on this machine"
     engine, tokens = recipe.engine, recipe.limits.context_tokens
-    default = compute_dtype(torch.device("cuda") if gpus and torch.cuda.is_available() else CPU)
-    dtype = explicit_dtype(engine.dtype) or (torch.bfloat16 if gpus else default)
-    size = 1 if engine.quantize else dtype.itemsize
+    elsewhere = gpus and not torch.cuda.is_available()  # a GPU of another machine: a new one, presumably
+    here = torch.device("cuda") if gpus else CPU
+    dtype = explicit_dtype(engine.dtype) or (torch.bfloat16 if elsewhere else compute_dtype(here))
     shape: Any = SimpleNamespace(config=model.config, dtype=dtype, device="meta")
     token_bytes = KVCache(shape, max_slots=1, max_positions=1).token_bytes
-    weights = size * sum(p.numel() for p in model.parameters()) / 1e9
+    weights = _weight_bytes(model, dtype, int8=engine.quantize is not None) / 1e9
     cached = min(token_bytes * engine.max_slots * tokens / 1e9, engine.kv_memory_gb or math.inf)
     return (
         f"; {weights + cached:.3g} GB: weights {weights:.3g} ({engine.quantize or str(dtype).removeprefix('torch.')}), "
@@ -105,18 +105,35 @@ def _engine(recipe: Recipe, model: Any, gpus: float) -> str:
     )
 
 
-def _learner(recipe: Recipe, stage: RlStage, model: Any, gpu: bool) -> str:
+def _weight_bytes(model: Any, dtype: torch.dtype, *, int8: bool) -> int:
+    """Of an engine. In int8 linear layers take a byte a weight; embeddings stay as they are, tied ones too."""
+    products = [module.weight for module in model.modules() if int8 and isinstance(module, torch.nn.Linear)]
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    replaced = {id(weight) for weight in products} - embedded
+    kept = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in replaced)
+    return int(sum(weight.numel() for weight in products) + dtype.itemsize * kept)
+
+
+def _learner(recipe: Recipe, stage: RlStage, model: Any, gpu: bool, ranks: int) -> str:
     """Of one rank, by what takes it."""
     if model is None:
         return "memory not known: the model isn't on this machine"
     dtype = explicit_dtype(recipe.learner.dtype) or (torch.bfloat16 if gpu or native_bf16() else torch.float32)
     fits = _fits(model.config, dtype)
-    found = learner_bytes(
-        recipe, stage, model, fits or Fits(), dtype, "cuda" if gpu else "cpu", recipe.cluster.learners
-    )
+    found = learner_bytes(recipe, stage, model, fits or Fits(), dtype, "cuda" if gpu else "cpu", ranks)
+    if ranks > 1:
+        found["weights put together"] = _whole_bytes(model)
     parts = ", ".join(f"{what} {size / 1e9:.3g}" for what, size in found.items() if size)
     unknown = "" if fits else "; activations not known for this architecture"
-    return f"{sum(found.values()) / 1e9:.3g} GB{' a rank' * (recipe.cluster.learners > 1)}: {parts}{unknown}"
+    return f"{sum(found.values()) / 1e9:.3g} GB{' a rank' * (ranks > 1)}: {parts}{unknown}"
+
+
+def _whole_bytes(model: Any) -> float:
+    """What a rank holds beside its shards in a backward pass: float32 weights and gradients of what is in no layer, and
+    of a layer, and the weights of the next one."""
+    layer = sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
+    rest = sum(parameter.numel() for parameter in model.parameters()) - layer * model.config.num_hidden_layers
+    return float(4 * (2 * rest + 3 * layer))
 
 
 def _fits(config: Any, dtype: torch.dtype) -> Fits | None:
@@ -134,7 +151,7 @@ def _fits(config: Any, dtype: torch.dtype) -> Fits | None:
             changes |= {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
             for key, value in changes.items():
                 setattr(narrow, key, value)
-            model = MODEL.from_config(narrow)
+            model = MODEL.from_config(narrow, dtype=torch.float32)
             use_upswing_attention(model)
             costs.append(width * 1e9 / Fits.measure(model, lambda: compute_context("cpu", dtype), 1.0).kept)
     if len(costs) < 2:
