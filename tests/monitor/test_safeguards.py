@@ -41,8 +41,8 @@ def stage(**keys: Any) -> RlStage:
 SEVERAL = {"minibatches": 4, "updates_per_batch": 2}
 
 
-def bad(mode: str, severity: Any = "warning") -> Judgement:
-    kept: dict[str, Any] = {"stage": "rl", "step": 9, "since": 7, "causes": (), "remedies": ()}
+def bad(mode: str, severity: Any = "warning", since: int = 7) -> Judgement:
+    kept: dict[str, Any] = {"stage": "rl", "step": 9, "since": since, "causes": (), "remedies": ()}
     found = Finding(mode=mode, title=f"The {mode}", severity=severity, evidence=("it fell to 0.1",), **kept)
     return Judgement(mode=mode, status="finding", finding=found)
 
@@ -135,12 +135,26 @@ def test_where_each_ends_when_nothing_helps(mode: str, names: list[str], keys: d
     }
 
 
-def test_the_severest_finding_is_first_and_one_safeguard_rests_for_all_modes():
-    played = Played(["lr"])
+def test_one_collapse_has_one_answer_at_a_time_the_severest_first_and_the_rest_is_told():
+    played = Played()
     both = bad("gradient_instability"), bad("kl_explosion", "critical")
     first, second = played.go(*both, steps=1 + COOLDOWN)
     assert (first.mode, second.mode, second.step - first.step) == ("kl_explosion", "kl_explosion", COOLDOWN)
-    assert [a.mode for a in Played().go(*both, steps=2)] == ["kl_explosion", "gradient_instability"]
+    assert first.held == ["gradient_instability"] == first.row("rl")["held"]
+    later = bad("echo_trap"), bad("gradient_instability")
+    assert not played.go(*later) and played.past.waiting(played.step) == ["echo_trap"]
+    assert not played.past.waiting(played.step), "once"
+    assert [a.mode for a in played.go(bad("echo_trap", "critical"))] == [], "no severer than what was answered"
+
+
+def test_a_severer_finding_does_not_wait_and_of_equals_the_one_least_was_done_about_is_first():
+    played = Played()
+    mild = bad("gradient_instability"), bad("entropy_collapse")
+    assert [a.mode for a in played.go(*mild, steps=1 + COOLDOWN)] == ["gradient_instability", "entropy_collapse"]
+    assert [a.mode for a in played.go(*mild, bad("kl_explosion", "critical"))] == ["kl_explosion"]
+    assert [a.mode for a in Played().go(*mild, bad("echo_trap", since=3))] == ["echo_trap"], (
+        "what began first may be the cause of the rest"
+    )
 
 
 def test_changes_are_taken_back_one_by_one_and_more_slowly_each_time():
@@ -237,6 +251,10 @@ def test_the_best_checkpoint_is_by_evaluation_or_else_by_smoothed_reward():
     assert best_checkpoint(rewards + evals, [3, 6, 9]) == 3 and is_worse(rewards + evals, 3)
     fallen = [{"step": s, "train_s": 1.0, "reward": 0.8 if s < 5 else 0.0} for s in range(1, 9)]
     assert best_checkpoint([{"step": 0, "eval_reward": 0.7}, *fallen], [2, 4, 8]) == 4, "8 was not evaluated yet"
+    starts = [{"step": 1, "train_s": 1.0, "reward": 0.4}, *fallen[4:]]
+    assert best_checkpoint(starts, [0]) == 0 and is_worse(starts, 0), "the start weights sampled the first step"
+    assert best_checkpoint(rewards, [0, 3]) == 3, "one batch may be luck"
+    assert best_checkpoint([{"step": 0, "eval_reward": 0.7}, *evals], [0, 3]) == 0
     assert normal_of([{"entropy": v} for v in [1.0, None, 3.0, 2.0]]) == {"entropy": 2.0}
 
 

@@ -101,12 +101,14 @@ def test_off_or_without_a_finding_training_is_bit_for_bit_the_same(tmp_path: Pat
 
 
 def test_actions_change_the_next_update_and_a_kill_between_changes_nothing(
-    tmp_path: Path, watch: type[Scripted], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, watch: type[Scripted], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch.script = {
         2: (("kl_explosion", "warning"), ("likelihood_displacement", "warning")),
         4: (("entropy_collapse", "warning"),),
+        5: (),
     }
+    monkeypatch.setattr("upswing.monitor.safeguards.COOLDOWN", 1)
     one = small(steps=6, safeguards=["lr", "llds", "entropy", "kl"], **SEVERAL)
     rows = run(one, tmp_path / "whole")
     assert [row["lr"] for row in rows] == [1e-3] * 2 + [5e-4] * 4
@@ -176,6 +178,20 @@ def test_a_rollback_brings_weights_and_optimizer_back_and_loses_no_task(
         out = killed_after(tmp_path / "whole", tmp_path / "killed", 4)
         run(one, out, resume=True)
         assert same(tmp_path / "whole", out) and findings(out) == findings(tmp_path / "whole")
+
+
+def test_before_the_first_checkpoint_a_rollback_goes_to_the_start_weights(
+    tmp_path: Path, watch: type[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "is_worse", lambda rows, best: True)
+    watch.script = {2: (("kl_explosion", "critical"), ("stale_updates", "warning"))}
+    one = small(steps=2, save_every=100, safeguards=["lr", "rollback"], **SEVERAL)
+    run(one, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/rl"
+    first, last = _model(folder / "step-000000"), _model(folder / "final")
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert "back to the weights of step 0 (" in (tmp_path / "run/events.log").read_text()
+    assert "held back meanwhile: stale_updates" in (tmp_path / "run/events.log").read_text()
 
 
 def _model(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from upswing.monitor.findings import SEVERITIES, Finding, Judgement
+from upswing.monitor.findings import SEVERITIES, Finding, Judgement, Severity
 
 COOLDOWN = 5
-"""Steps between two actions for one mode, and between two uses of one safeguard."""
+"""Steps between two actions but for a severer finding, two uses of one safeguard, and two answers to one mode."""
 RELEASE = 20
 """Steps that a mode must have been ok before its newest change is taken back; twice as many after each time."""
 PATIENCE = 10
@@ -33,6 +33,7 @@ LEFT_OUT, RESETS = "left_out", "reference_resets"
 """Not keys of the stage, but changed like them: ids of tasks that are no longer played; a count."""
 
 Keys = Mapping[str, Any]
+Fits = Callable[[dict[str, Any]], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,10 @@ class Action:
     """Key -> [from, to]."""
     rollback: int | None = None
     """The weights, optimizer included, of the checkpoint after this step come back first."""
+    severity: Severity = "warning"
+    """Of that finding."""
+    held: list[str] = field(default_factory=list)
+    """Modes that were found too, then or while it rests, and wait."""
     takes_back: bool = False
     """It takes an earlier change of this safeguard back."""
     over: int | None = None
@@ -88,7 +93,7 @@ class Action:
     def row(self, stage: str) -> dict[str, Any]:
         """For `findings.jsonl`."""
         until = "" if self.takes_back or not _reversible(self) else f"taken back once {self.mode} was ok for long"
-        plain = {name: getattr(self, name) for name in ("step", "mode", "safeguard", "why", "rollback", "takes_back")}
+        plain = {name: value for name, value in asdict(self).items() if name not in ("changes", "severity", "over")}
         changes = {key: [len(v) if isinstance(v, list) else v for v in pair] for key, pair in self.changes.items()}
         kind = {"kind": "action", "title": self.text, "severity": "info", "stage": stage}
         return {**kind, **plain, "changes": changes, "until": until}
@@ -122,9 +127,26 @@ class Past:
                     other.pop(one.mode, None)
             since.setdefault(one.mode, step)
 
+    def answers(self, mode: str | None = None) -> list[Action]:
+        """What was done about findings, oldest first."""
+        return [a for a in self.actions if not a.takes_back and mode in (None, a.mode)]
+
+    def resting(self, step: int) -> Action | None:
+        """The newest of them, while it is to show what it does."""
+        done = self.answers()
+        return done[-1] if done and step - done[-1].step < COOLDOWN else None
+
+    def waiting(self, step: int) -> list[str]:
+        """Modes that newly have to wait for that; from now on they count as told."""
+        if (last := self.resting(step)) is None:
+            return []
+        new = [mode for mode in self.found_since if mode not in (last.mode, *last.held)]
+        last.held += new
+        return new
+
     def add(self, action: Action) -> None:
         if action.takes_back:
-            self._newest(action.mode).over = action.step
+            [a for a in self.in_force(action.mode) if _reversible(a)][-1].over = action.step
         self.actions.append(action)
 
     def in_force(self, mode: str | None = None) -> list[Action]:
@@ -134,9 +156,6 @@ class Past:
     def changes(self, *, without: Action | None = None) -> dict[str, Any]:
         """Key -> the value in force, of changed keys only."""
         return {key: to for a in self.in_force() if a is not without for key, (_, to) in a.changes.items()}
-
-    def _newest(self, mode: str) -> Action:
-        return [a for a in self.in_force(mode) if _reversible(a)][-1]
 
     def is_undone(self, step: float) -> bool:
         """Whether the weights after a step were rolled back; of an update, which lies between two: `step - 0.5`."""
@@ -157,40 +176,38 @@ def decide(
     *,
     step: int,
     names: Sequence[str],
-    fits: Callable[[dict[str, Any]], bool] = lambda changes: True,
+    fits: Fits = lambda changes: True,
     best: int | None = None,
 ) -> Action | None:
-    """At most one action a step: for the severest finding that something can be done about, else one taken back.
+    """At most one action: for the severest finding that something can be done about, of equals for the one that least
+    was done about and that began first; else one taken back. While the last action rests, for severer findings only.
 
     `names`: safeguards that may be used. `fits`: whether the stage accepts all these changes of its keys together.
     `best`: the checkpoint that a rollback would go to; None: none is better than the present. `past` has seen the
     judgements.
     """
     found = [one.finding for one in judgements if one.finding is not None and _acts(one)]
-    for finding in sorted(found, key=lambda f: -SEVERITIES.index(f.severity)):
+    last = past.resting(step)
+    for finding in sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), len(past.answers(f.mode)), f.since)):
+        if last is not None and SEVERITIES.index(finding.severity) <= SEVERITIES.index(last.severity):
+            break
         action = _answer(finding, situation, past, step, names, fits, best)
         if action is not None:
+            action.severity, action.held = finding.severity, [f.mode for f in found if f is not finding]
             return action
     return next((back for mode in past.ok_since if (back := _taken_back(mode, situation, past, step, fits))), None)
 
 
 def _answer(
-    finding: Finding,
-    situation: Situation,
-    past: Past,
-    step: int,
-    names: Sequence[str],
-    fits: Callable[[dict[str, Any]], bool],
-    best: int | None,
+    finding: Finding, situation: Situation, past: Past, step: int, names: Sequence[str], fits: Fits, best: int | None
 ) -> Action | None:
     mode = finding.mode
-    done = [a for a in past.actions if not a.takes_back]
-    last = max((a.step for a in done if a.mode == mode), default=None)
+    last = max((a.step for a in past.answers(mode)), default=None)
     if last is not None and step - last < COOLDOWN:
         return None
     why = f"{finding.title}: {'; '.join(finding.evidence)}"
     critical = finding.severity == "critical"
-    rolled = [a.step for a in done if a.rollback is not None]
+    rolled = [a.step for a in past.answers() if a.rollback is not None]
     back = None
     # Which weights were better is judged by the reward: not where that is what lies.
     may = critical and "rollback" in names and mode != "reward_hacking" and len(rolled) < ROLLBACKS
@@ -205,34 +222,26 @@ def _answer(
         return Action(step=step, mode=mode, safeguard="rollback", why=why, rollback=back)
     waited = step - max(past.found_since.get(mode, step), last or 0)
     if critical and "stop" in names and waited >= PATIENCE:
-        tried = "; ".join(f"step {a.step}: {a.text}" for a in done if a.mode == mode) or "nothing that could be tried"
+        tried = "; ".join(f"step {a.step}: {a.text}" for a in past.answers(mode)) or "nothing that could be tried"
         more = f". To try: {finding.remedies[0].text}" if finding.remedies else ""
         return Action(step=step, mode=mode, safeguard="stop", why=f"{why}. Tried: {tried}{more}")
     return None
 
 
 def _next(
-    mode: str,
-    situation: Situation,
-    past: Past,
-    step: int,
-    names: Sequence[str],
-    fits: Callable[[dict[str, Any]], bool],
+    mode: str, situation: Situation, past: Past, step: int, names: Sequence[str], fits: Fits
 ) -> tuple[str, dict[str, Any]] | None:
     """The safeguard tried least for this mode, in the order of its ladder, and its change."""
     resting = _resting(past, step)
     ladder = [name for name in LADDERS.get(mode, ()) if name in names and name not in resting]
-    tried = [a.safeguard for a in past.actions if a.mode == mode and not a.takes_back]
-    for name in sorted(ladder, key=tried.count):
+    for name in sorted(ladder, key=[a.safeguard for a in past.answers(mode)].count):
         change = SAFEGUARDS[name].change(situation, mode)
         if change and fits({**past.changes(), **change}):
             return name, change
     return None
 
 
-def _taken_back(
-    mode: str, situation: Situation, past: Past, step: int, fits: Callable[[dict[str, Any]], bool]
-) -> Action | None:
+def _taken_back(mode: str, situation: Situation, past: Past, step: int, fits: Fits) -> Action | None:
     """The newest change for a mode that has been ok for long enough, taken back: after those that later changed the
     same keys, so that a key goes back the way it came."""
     held = [a for a in past.in_force(mode) if _reversible(a)]
@@ -281,7 +290,9 @@ def normal_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def best_checkpoint(rows: Sequence[Mapping[str, Any]], saved: Sequence[int]) -> int | None:
     """The step of the best saved one: by the last evaluation up to it, without any by its smoothed training reward,
-    which also tells those after one evaluation apart; of equals the newest. None without any to judge by."""
+    which also tells those after one evaluation apart; of equals the newest. None without any to judge by. Without an
+    evaluation, of which there is one batch only, step 0 is the best where there is no other."""
+    saved = [step for step in saved if step or _eval(rows) is not None or len(saved) == 1]
     known = [(score, _reward(rows, step) or 0.0, step) for step in saved if (score := _score(rows, step)) is not None]
     return max(known)[-1] if known else None
 
@@ -302,7 +313,9 @@ def _eval(rows: Sequence[Mapping[str, Any]], step: float = math.inf) -> float | 
 
 
 def _reward(rows: Sequence[Mapping[str, Any]], step: float = math.inf) -> float | None:
+    """A step's reward is of the weights before it, so the first one is that of the start weights, step 0."""
     found = _numbers([row for row in rows if row["step"] <= step], "reward")[-SMOOTH:]
+    found = found if step else _numbers(rows, "reward")[:1]
     return sum(found) / len(found) if found else None
 
 
@@ -435,10 +448,6 @@ def _uncorrected(keys: Keys) -> str | None:
     return _own_old(keys) or (None if keys["correction"] is None else f"correction is '{keys['correction']}' already")
 
 
-def _nothing(s: Situation, mode: str) -> dict[str, Any] | None:
-    return None
-
-
 SAFEGUARDS: dict[str, Safeguard] = {
     "entropy": Safeguard("an entropy bonus that adapts to half the first entropy, or none any more", _entropy),
     "clip_higher": Safeguard("clip_high up, to 0.4 at most", _clip_higher, _has_clip),
@@ -455,9 +464,11 @@ SAFEGUARDS: dict[str, Safeguard] = {
     "overlong": Safeguard("a penalty from 1.5 times the first length on", _overlong, _shapeable),
     "correction": Safeguard("truncated importance sampling", _correction, _uncorrected),
     "rollback": Safeguard(
-        "back to the best checkpoint", _nothing, lambda keys: None if keys["save_every"] else "save_every is 0"
+        "back to the best checkpoint",
+        lambda s, mode: None,
+        lambda keys: None if keys["save_every"] else "save_every is 0",
     ),
-    "stop": Safeguard("the run ends with the reason when nothing helps", _nothing),
+    "stop": Safeguard("the run ends with the reason when nothing helps", lambda s, mode: None),
 }
 
 LADDERS: dict[str, tuple[str, ...]] = {

@@ -124,6 +124,8 @@ class Guard:
         )
         if action is not None:
             self._keep(action)
+        for mode in self.past.waiting(step):
+            self.context.note(f"{self.stage.name} step {step}: safeguards hold {mode} back: the last action rests")
         return action
 
     def _keep(self, action: Action) -> None:
@@ -133,6 +135,7 @@ class Guard:
             self._replay()
         verb = "taken back" if action.takes_back else "safeguard"
         text = f"{verb} {action.safeguard}: {action.text} ({action.why})"
+        text += f"; held back meanwhile: {', '.join(action.held)}" if action.held else ""
         self.context.note(f"{self.stage.name} step {action.step}: {text}")
         self.context.metrics.finding(**action.row(self.stage.name))
 

@@ -101,6 +101,9 @@ async def _train(context: RunContext, stage: RlStage | DistillStage, training: _
         await _evaluate(context, stage, training)
     if training.step == 0:
         announce(context, stage, training.learner.model)
+        if "rollback" in training.guard.names:  # what one before the first checkpoint goes back to
+            training.saved = -1
+            _save(context, stage, training)
     with context.progress.task(stage.name, total=stage.steps, unit="step", done=training.step) as shown:
         try:
             while not _is_over(stage, training):
