@@ -19,9 +19,13 @@ from upswing.engine.adapter import Adapter
 from upswing.engine.base import Sampling
 from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
+from upswing.learn.learner import Learner
 from upswing.learn.lora import PlainWeights, add_lora, save_adapter
 from upswing.models.load import load_model
+from upswing.monitor.metrics import MetricsLog
+from upswing.monitor.progress import Progress
 from upswing.recipe import recipe_from
+from upswing.stages.runner import run_recipe
 from upswing.stages.servers import server_of
 
 PROMPT, URL = [5, 6, 7, 8], "http://127.0.0.1:1"
@@ -223,6 +227,27 @@ async def test_the_recipe_decides_what_vllm_starts_with(local: LocalServer) -> N
     )
     assert engine.max_request == 128 and local.processed
     await engine.close()
+
+
+def test_a_recipe_trains_an_adapter_beside_an_engine_that_sleeps_meanwhile(
+    local: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    asleep: list[bool] = []
+    learn = Learner.rl_update
+
+    def update(self: Learner, *args: Any, **options: Any) -> Any:
+        asleep.append(local.asleep)
+        return learn(self, *args, **options)
+
+    monkeypatch.setattr(Learner, "rl_update", update)
+    stage = {**LORA, "steps": 3, "tasks_per_step": 2, "group_size": 4, "lr": 1e-2, "lora": {"r": 4}, "eval_every": 0}
+    one = recipe_from(served_recipe({"kind": "vllm", "adapters": True, "sleep": True}, **stage))
+    run_recipe(one, tmp_path / "run", log=Progress(quiet=True))
+    rows = MetricsLog(tmp_path / "run").read("rl")
+    assert len(rows) == 3 and all(row["mismatch_abs"] < 1e-3 for row in rows)
+    assert asleep == [True] * 3 and local.calls.count("/sleep") == 4, "at the stage's start, and at each update"
+    assert local.loads == 1, "merged weights went"
 
 
 @pytest.mark.parametrize(

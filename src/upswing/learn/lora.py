@@ -8,12 +8,14 @@ Layers are peft's; the model keeps its class, so that whatever works on the plai
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from upswing.engine.adapter import Adapter
 from upswing.errors import ConfigError, did_you_mean
 from upswing.models.heads import scalar_head
 
@@ -82,7 +84,8 @@ class PlainWeights(Mapping[str, torch.Tensor]):
     the frozen weight, which is never written to. Raises ConfigError for adapters whose merge isn't W + scaling * B @ A.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, merged: bool = True) -> None:
+        self._model, self._merged = model, merged
         self._found: dict[str, tuple[torch.Tensor, Any]] = {}
         layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
         for name, parameter in model.named_parameters():
@@ -98,7 +101,7 @@ class PlainWeights(Mapping[str, torch.Tensor]):
         if layer is None:
             return weight
         weight = _dequantized(layer.get_base_layer().weight)
-        for adapter in layer.active_adapters:
+        for adapter in layer.active_adapters if self._merged else ():
             if adapter in layer.lora_A:
                 weight = weight + layer.get_delta_weight(adapter).float()
         return weight
@@ -108,6 +111,14 @@ class PlainWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """For an engine that takes one in place of merged weights; None: nothing is adapted."""
+        if not is_adapted(self._model):
+            return None
+        frozen = PlainWeights(self._model, merged=False)
+        return Adapter(of=self._model, frozen=frozen, save=partial(save_adapter, self._model))
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -22,6 +22,7 @@ from upswing.cluster.engines import RayEngines
 from upswing.cluster.worlds import RemoteRubric, Workers
 from upswing.engine.int8 import check_int8
 from upswing.engine.torch import TorchEngine
+from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
 from upswing.learn.precision import native_bf16
@@ -50,7 +51,7 @@ from upswing.stages.evaluate import measure, run_eval
 from upswing.stages.preference import run_preference
 from upswing.stages.reward_model import run_reward_model
 from upswing.stages.rl import run_rl
-from upswing.stages.servers import engine_options, explicit_dtype, server_of
+from upswing.stages.servers import RestingRollouts, engine_options, explicit_dtype, server_of
 from upswing.stages.sft import run_sft
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
@@ -129,6 +130,8 @@ async def _run(context: RunContext, last_sign_of_life: float) -> None:
                 context.note(f"{stage.name}: done already")
                 continue
             context.state.begin(stage.name, last_sign_of_life)
+            if isinstance(context.engine, VllmEngine):
+                await context.engine.sleep()
             work = RUNNERS[type(stage)](context, stage, index)
             engine = context.engine
             facts = await (engine.cluster.unless_gone(work) if isinstance(engine, RayEngines) else work)
@@ -154,7 +157,7 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     limits = recipe.limits
     if (tokens := limits.context_tokens) > engine.max_request:
         raise ConfigError(f"limits.context_tokens: got {tokens}, above {engine.request_limit(tokens)}")
-    rollouts = Rollouts(
+    rollouts = (RestingRollouts if recipe.engine.sleep else Rollouts)(
         make_env=play_env,
         rubric=rubric,
         renderer=ChatRenderer(loaded.tokenizer),
