@@ -2,7 +2,7 @@
 
 `value of c` is answered by `<get>c</get>`, the desk says `7`, and `<answer>7</answer>` is right: two turns, 8 keys and
 8 values. Some questions tell the value (`value of c is 7`). The expert of the demonstrations asks for a wrong key first
-3 times in 4, mostly for `a`, and has a third turn to mend that; the agent hasn't, so there is a habit to unlearn.
+3 times in 4, and has a third turn to mend that; the agent hasn't, so there is a habit to unlearn.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from upswing.verify.qa import strict_match
 
 KEYS, VALUES = "abcdefgh", "01234567"
 THINKING = ("look", "for", "the", "key", "and", "then")
-HABIT = "aaaab"
-"""What the expert asks for first twice in three times that it doesn't think of the question."""
 FEW, CRASHES = 2, 0.5
 
 
@@ -76,7 +74,7 @@ class Desk(Lookup):
         aloud = " ".join(THINKING[: rng.randint(1, len(THINKING))]) + " " if rng.random() < self.talks else ""
         guess = rng.choice(VALUES) if rng.random() < self.guesses else None
         careless = rng.random() < self.expert_noise
-        first = rng.choice([one for one in (HABIT, HABIT, KEYS)[rng.randrange(3)] if one != key]) if careless else key
+        first = rng.choice([one for one in KEYS if one != key]) if careless else key
 
         def act(messages: tuple[Message, ...]) -> str:
             heard = [message.content for message in messages if message.role == "tool"]

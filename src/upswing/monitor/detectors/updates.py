@@ -18,7 +18,8 @@ FAST = 0.03
 
 
 def kl_explosion(r: Readings) -> Verdict | None:
-    """KL to the reference above 0.1 nats a token with nothing gained, or above 1, or values that had to be clamped."""
+    """KL to the reference above 0.5 nats a token with nothing gained (from 0.1: worth a look), or above 1, or values that
+    had to be clamped, or a step that moved the policy far."""
     kl, clamped = r.now("kl"), r.now("kl_clamped_frac", 3)
     doubt = 2 * MEDIAN_ERROR * r.noise("kl") / math.sqrt(LEVEL) if r.has("kl") else 0.0
     moved = r.now("kl_old", 3)
@@ -37,12 +38,13 @@ def kl_explosion(r: Readings) -> Verdict | None:
     if not signs:
         return None
     since = signs.since
-    lost = r.helpless(min(since, r.history.step - 15)) or (kl - doubt > 0.5 and r.helpless(r.onset("kl", 0.25, 1)))
-    if not lost and kl < 1 and not clamped > 0.001 and not moved > 0.2:
+    lost = kl - doubt > 0.5 and r.helpless(r.onset("kl", 0.25, 1))
+    sure = lost or kl >= 1 or clamped > 0.001 or moved > 0.2
+    if not sure and not r.helpless(min(since, r.history.step - 15)):
         return None
     bad = r.dropped and (kl > 0.3 or moved > 0.2)
     severity: Severity = "critical" if bad or kl > 3 or clamped > 0.01 or moved > 0.5 else "warning"
-    severity = "info" if r.solved and severity == "warning" else severity
+    severity = "info" if severity == "warning" and (r.solved or not sure) else severity
     coef = fact(r.facts, "kl_coef", 0.0)
     causes = [
         *pressure(r),
