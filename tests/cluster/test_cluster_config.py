@@ -34,6 +34,8 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
         (["cluster.engines=2"], "cluster.engines: got 2 without effect: kind is local; add kind: ray"),
         (["cluster.kind=rya"], "cluster.kind: got 'rya'"),
         (["cluster.kind=ray", "cluster.engine_gpus=1.5"], "got 1.5; allowed: a share of one GPU, or whole ones"),
+        (["cluster.kind=ray", "cluster.env_cpus=2"], "cluster.env_cpus: got 2 without effect: env_workers is 0"),
+        (["cluster.kind=ray", "cluster.learner_cpus=2"], "learner_cpus: got 2 without effect: learners is 1"),
         (["cluster.kind=ray", "cluster.address='ray://h:1'"], "Ray's client"),
         (
             ["cluster.kind=ray", "engine={kind: vllm, url: 'http://h:1'}"],

@@ -10,6 +10,7 @@ import pytest
 from upswing.errors import ConfigError
 from upswing.monitor.progress import Progress
 from upswing.recipe import check_same
+from upswing.stages import runner
 from upswing.stages.context import RunState
 from upswing.stages.runner import run_recipe
 from upswing.view.run_folder import RECIPE
@@ -48,6 +49,25 @@ def test_stages_may_be_added_at_the_end_of_a_resumed_run_but_not_taken_away_or_p
             check_same(one, other, tmp_path)
     with pytest.raises(ConfigError, match=r"stages\.1\.name"):
         check_same(two, one, tmp_path)
+
+
+def test_an_engine_that_was_started_is_closed_when_the_model_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    class Started:
+        async def close(self) -> None:
+            closed.append(self)
+
+    def no_memory(name: str) -> None:
+        raise MemoryError(name)
+
+    monkeypatch.setattr(runner, "server_of", lambda *args: Started())
+    monkeypatch.setattr(runner, "load_model", no_memory)
+    with pytest.raises(MemoryError):
+        run_recipe(recipe({}), tmp_path / "run", log=Progress(quiet=True))
+    assert len(closed) == 1
 
 
 def test_a_cache_too_small_for_one_trajectory_is_refused_before_anything_is_played(tmp_path: Path) -> None:

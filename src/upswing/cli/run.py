@@ -81,6 +81,9 @@ def _show(recipe: Recipe) -> None:
     typer.echo(recipe.dump(), nl=False)
 
 
+ALONE = "start this recipe without torchrun, or with cluster.learners: 1"
+
+
 def check_ranks(recipe: Recipe, torchrun: bool = True) -> None:
     """Raises ConfigError for what isn't done on several ranks, if there are."""
     if torchrun and recipe.cluster.learners > 1:
@@ -92,10 +95,10 @@ def check_ranks(recipe: Recipe, torchrun: bool = True) -> None:
             continue
         where = f"stages.{stage.name}"
         if not isinstance(stage, SftStage | RlStage):
-            raise ConfigError(f"{where}: a {stage.stage} stage runs on one rank; start this recipe without torchrun")
+            raise ConfigError(f"{where}: a {stage.stage} stage runs on one rank; {ALONE}")
         for key in ("lora", "critic"):
             if getattr(stage, key, None) is not None:
-                raise ConfigError(f"{where}.{key} works on one rank; leave it out, or start without torchrun")
+                raise ConfigError(f"{where}.{key} works on one rank; leave it out, or {ALONE}")
         if (wanted := stage.gradient_checkpointing) and wanted is not True:
             raise ConfigError(f"{where}.gradient_checkpointing: {wanted} GB; allowed on several ranks: true, false")
 

@@ -43,6 +43,10 @@ class ClusterSection(Section):
             got = getattr(self, name)
             if self.kind == "local" and name != "kind" and got != field.default:
                 raise refuse(name, f"got {got!r} without effect: kind is local; add kind: ray, or --cluster ray")
+        for name, of, none in (("env_cpus", "env_workers", 0), ("learner_cpus", "learners", 1)):
+            got = getattr(self, name)
+            if getattr(self, of) == none and got != type(self).model_fields[name].default:
+                raise refuse(name, f"got {got:g} without effect: {of} is {none}; raise that, or leave it out")
         if (gpus := self.engine_gpus or 0) > 1 and gpus % 1:
             raise refuse("engine_gpus", f"got {gpus:g}; allowed: a share of one GPU, or whole ones")
         if self.address is not None and self.address.startswith("ray://"):

@@ -147,6 +147,15 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(recipe.seed)
     engine: AnyEngine | None = server_of(recipe, log)  # before the model: it may not be there
+    try:
+        return _with_model(recipe, out, world, log, engine)
+    except BaseException:  # what was started on a cluster, or in this process, isn't left behind
+        if engine is not None:
+            asyncio.run(engine.close())
+        raise
+
+
+def _with_model(recipe: Recipe, out: Path, world: World, log: Progress, engine: AnyEngine | None) -> RunContext:
     loaded = load_model(recipe.model)
     if engine is None:
         engine = TorchEngine.from_model(loaded.model, tokenizer=loaded.tokenizer, **engine_options(recipe))
