@@ -1,4 +1,4 @@
-"""The agent of a `verifiers` environment as its `Env.run` sees it, with Upswing's loop behind it. Imports the package."""
+"""The agent of a `verifiers` environment as its `Env.run` sees it, with Upswing's loop behind it. Needs the package."""
 
 from __future__ import annotations
 
