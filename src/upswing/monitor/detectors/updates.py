@@ -18,8 +18,8 @@ FAST = 0.03
 
 
 def kl_explosion(r: Readings) -> Verdict | None:
-    """KL to the reference above 0.5 nats a token with nothing gained (from 0.1: worth a look), or above 1, or clamped, or
-    a step that moved the policy far."""
+    """KL to the reference above 0.5 nats a token with nothing gained (from 0.1: worth a look), or above 1, or clamped,
+    or a step that moved the policy far."""
     kl, clamped = r.now("kl"), r.now("kl_clamped_frac", 3)
     doubt = 2 * MEDIAN_ERROR * r.noise("kl") / math.sqrt(LEVEL) if r.has("kl") else 0.0
     moved = r.now("kl_old", 3)
