@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -57,13 +58,14 @@ def server(python: str, folder: str, dtype: str) -> Iterator[str]:
     options = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager", "--dtype", dtype]
     options += ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--max-model-len", "1024"]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options]
-    with tempfile.TemporaryFile() as log:
+    # In an empty folder: Python would import what lies beside it.
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as empty:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
             env=os.environ | ENV,
             stdout=log,
             stderr=log,
-            cwd=tempfile.gettempdir(),
+            cwd=empty,
             start_new_session=True,
         )
         try:
@@ -83,11 +85,12 @@ def server(python: str, folder: str, dtype: str) -> Iterator[str]:
             print(log.read().decode(errors="replace")[-4000:], file=sys.stderr)
             raise
         finally:
-            os.killpg(process.pid, 15)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(process.pid, 15)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, 9)
 
 
 class Trained(dict[str, torch.Tensor]):

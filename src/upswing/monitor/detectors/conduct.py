@@ -13,8 +13,8 @@ from upswing.trajectory.types import Outcome, Trajectory
 
 
 def length_explosion(r: Readings) -> Verdict | None:
-    """Attempts grow without gain: cut off (10 to 20 %), repeating themselves (over 0.2 of 4-grams), or only the failed
-    ones (Dr. GRPO's length bias)."""
+    """Attempts grow without gain: cut off (10 to 20 %), repeating themselves (over 0.2 of 4-grams), paid for it, or only
+    the failed ones (Dr. GRPO's length bias)."""
     length, cut, again = r.shift("sampled_tokens"), r.shift("truncated_frac"), r.shift("repetition")
     good, bad = r.shift("tokens_good"), r.shift("tokens_bad")
     grown = length.z >= 3.5 and length.ratio >= 1.4
@@ -28,14 +28,15 @@ def length_explosion(r: Readings) -> Verdict | None:
         signs.append(
             f"failed attempts grew from {bad.start:.3g} to {bad.now:.3g} tokens, good ones hardly ({good.now:.3g})"
         )
+    paying = r.now("reward_length_corr")
+    bought = length.ratio >= 1.2 and length.z >= 3 and paying > 0.4
     only_cut = length.ratio >= 1.15 and length.z >= 3 and cut_more and cut.diff >= 0.25
-    if not ((grown and signs) or (grown and length.ratio >= 2) or only_cut):
+    if not ((grown and signs) or (grown and length.ratio >= 2) or only_cut or bought):
         return None
     since = r.left("sampled_tokens", 1)
     if not r.helpless(since):
         return None
     severity: Severity = "critical" if r.dropped or (cut.now >= 0.5 and cut_more) else "warning"
-    paying = r.now("reward_length_corr")
     causes = [
         (3.0 if paying > 0.3 else 0, f"reward grows with length (rank correlation {paying:.2g})"),
         (
@@ -53,9 +54,11 @@ def length_explosion(r: Readings) -> Verdict | None:
 
 
 def length_collapse(r: Readings) -> Verdict | None:
-    """Attempts shrink below 30 % of their length at the start, or are empty, without a gain in success."""
+    """Attempts shrink below 30 % of their length at the start (60 % where that is paid), or are empty, without a gain in
+    success."""
     length, empty = r.shift("sampled_tokens"), r.shift("empty_frac")
-    short = length.z <= -3.5 and length.ratio < 0.5
+    penalised = bool(r.facts.get("overlong_length")) or r.now("reward_length_corr") < -0.3
+    short = length.z <= -3.5 and length.ratio < (0.6 if penalised else 0.5)
     hollow = empty.now >= 0.1 and r.rose("empty_frac", 0.08)
     if not (short or hollow):
         return None
@@ -64,13 +67,12 @@ def length_collapse(r: Readings) -> Verdict | None:
         return None
     far = length.ratio < 0.3
     severity: Severity = "critical" if (empty.now >= 0.5 and hollow) or ((far or hollow) and r.dropped) else "warning"
-    if not (far or hollow or r.dropped):
+    if not (far or hollow or r.dropped or penalised):
         severity = "info"
     evidence = [told("sampled tokens of an attempt:", length, "30 % of it")]
     if r.has("empty_frac"):
         evidence.append(told("share of empty attempts:", empty, "0.1"))
     evidence.append(told("success", r.shift("success")))
-    penalised = r.facts.get("overlong_length") or r.now("reward_length_corr") < -0.3
     causes = [
         (2.5 if penalised else 0, "the reward pays for being short"),
         (1.5 if hollow else 0.5, "ending at once has become the likeliest first token"),

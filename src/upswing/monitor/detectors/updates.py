@@ -68,7 +68,7 @@ def _loses(r: Readings, name: str) -> float | None:
         return mean if mean < -FAST and (values < 0).all() else None
     for count in (NOW, 2 * NOW):
         move, error = r.drift(name, count), r.noise(name) / math.sqrt(count)
-        again = (values[-2 * NOW :] < 0).sum() > 1
+        again = (values[-2 * NOW :] < 0).sum() > 1 and (count > NOW or -move.now > move.start)
         if again and move.now < -error * (1 if move.z < -3 else 3):
             return move.now
     return None
