@@ -13,8 +13,8 @@ from upswing.trajectory.types import Outcome, Trajectory
 
 
 def length_explosion(r: Readings) -> Verdict | None:
-    """Attempts grow without gain: cut off (10 to 20 %), repeating themselves (over 0.2 of 4-grams), paid for it, or only
-    the failed ones (Dr. GRPO's length bias)."""
+    """Attempts grow without gain: cut off (10 to 20 %), repeating themselves (over 0.2 of 4-grams), paid for it, or
+    only the failed ones (Dr. GRPO's length bias)."""
     length, cut, again = r.shift("sampled_tokens"), r.shift("truncated_frac"), r.shift("repetition")
     good, bad = r.shift("tokens_good"), r.shift("tokens_bad")
     grown = length.z >= 3.5 and length.ratio >= 1.4
@@ -54,8 +54,8 @@ def length_explosion(r: Readings) -> Verdict | None:
 
 
 def length_collapse(r: Readings) -> Verdict | None:
-    """Attempts shrink below 30 % of their length at the start (60 % where that is paid), or are empty, without a gain in
-    success."""
+    """Attempts shrink below 30 % of their length at the start (60 % where that is paid), or are empty, without a
+    gain in success."""
     length, empty = r.shift("sampled_tokens"), r.shift("empty_frac")
     penalised = bool(r.facts.get("overlong_length")) or r.now("reward_length_corr") < -0.3
     short = length.z <= -3.5 and length.ratio < (0.6 if penalised else 0.5)
