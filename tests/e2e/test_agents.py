@@ -229,8 +229,11 @@ async def test_a_daemon_that_holds_the_output_costs_neither_the_answer_nor_a_pip
     try:
         trajectory, _ = await play(["hm"], command=[sys.executable, "-c", ASKING + code], protocol="hermes")
         assert (trajectory.outcome, trajectory.answer) == (Outcome.COMPLETED, "7"), trajectory.error
-        await asyncio.sleep(0.05)
-        assert len(os.listdir("/proc/self/fd")) <= before
+        for _ in range(100):  # a busy machine closes it a little later
+            if (left := len(os.listdir("/proc/self/fd"))) <= before:
+                break
+            await asyncio.sleep(0.05)
+        assert left <= before
     finally:
         os.kill(int((tmp_path / "pid").read_text()), 9)
 
