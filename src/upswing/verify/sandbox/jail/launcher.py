@@ -18,8 +18,8 @@ from .program import Job, play
 from .supervisor import Place, serve
 
 _PRELOADED = (
-    "bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math", "random", "re",
-    "statistics", "string", "tempfile", "typing",
+    "bisect", "collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string", "tempfile",
+    "typing",
 )  # fmt: skip
 """In every program from the start: what most programs, and the tests of a coding task, import."""
 
