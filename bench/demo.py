@@ -95,7 +95,7 @@ def main() -> int:
         "em_rl": figure(lambda e: points(e["rl"])),
         "em_sft_control": figure(lambda e: points(e[CONTROL])),
         "rl_minus_sft_points": figure(lambda e: points(e["rl"]) - points(e["sft"]), 20),
-        # Strictly above 0: half a question is the least that 400 questions can differ by.
+        # Strictly above 0: half of what one of 200 questions makes.
         "rl_minus_control_points": figure(lambda e: points(e["rl"]) - points(e[CONTROL]), 0.25),
         "paired_p": Figure(worst_p, 0.01, "lower"),
         "eval_questions": figure(lambda e: float(e["rl"]["summary"]["num_tasks"]), 200),

@@ -46,6 +46,39 @@ def test_an_environment_of_the_users_own_plays_and_scores(echo: Path):
     assert world(echo, "env.args.word=oslo").make_env().word == "oslo"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "for index in range",
+            "self.rows['col']; index = 0\n        for index in range",
+            "raised AttributeError: 'Echo'",
+        ),
+        ("def tasks(self, split, seed=0):\n        for", "def tasks(self, split):\n        for", "raised TypeError"),
+        ("yield Task(", "yield dict(", "yields dict; tasks() yields upswing.Task objects"),
+        (
+            'Message(role="user", content=text)',
+            '{"role": "user", "content": text}',
+            "aren't all upswing.Message objects",
+        ),
+        (
+            "self.word, self.has_expert",
+            "open('gone.csv'); self.word, self.has_expert",
+            "__init__ raised FileNotFoundError",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_users_own_environment_is_one_line_and_says_where(
+    echo: Path, old: str, new: str, words: str
+) -> None:
+    source = echo.parent / "echo_env.py"
+    text = source.read_text()
+    assert old in text
+    source.write_text(text.replace(old, new, 1))
+    message = refusal(echo, NO_SFT)
+    assert words in message and "environment 'echo_env.py:Echo'" in message
+
+
 def test_unshuffled_rows_come_in_order_pass_after_pass(echo: Path):
     train = rows(echo.parent / "train.jsonl", 4)
     dev = rows(echo.parent / "dev.jsonl", 2, start=10)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from upswing.envs import Environment, check_disjoint, environment_factory
 from upswing.envs.dataset import tasks_from
 from upswing.envs.pairs import read_pairs
-from upswing.errors import ConfigError
+from upswing.errors import ConfigError, UpswingError
 from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, RlStage, SftStage, Stage
 from upswing.seeding import derive_seed
-from upswing.trajectory.types import Task
+from upswing.trajectory.types import Message, Task
 from upswing.verify import Rubric, rubric_from
 
 TaskStream = Callable[[str, int], Iterator[Task]]
@@ -36,7 +38,20 @@ def build_world(recipe: Recipe) -> World:
     rubric = rubric_from(recipe.verifiers)
     if recipe.dataset is not None:
         return World(make_env=make_env, rubric=rubric, tasks=dataset_stream(recipe.dataset, recipe.env.name))
-    return World(make_env=make_env, rubric=rubric, tasks=make_env().tasks)
+    try:
+        env = make_env()
+    except UpswingError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"env: {_raised(recipe.env.name, '__init__', error)}") from error
+    return World(make_env=make_env, rubric=rubric, tasks=env.tasks)
+
+
+def _raised(name: str, what: str, error: Exception) -> str:
+    """What a user's own environment did, and where."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"environment '{name}': {what} raised {said} ({Path(at.filename).name}:{at.lineno})"
 
 
 def dataset_stream(section: DatasetSection, env: str) -> TaskStream:
@@ -120,8 +135,20 @@ def _first_task(world: World, recipe: Recipe, split: str, where: str) -> Task:
         found = list(itertools.islice(world.tasks(split, recipe.seed), 1))
     except NotImplementedError as problem:
         raise ConfigError(f"env: {problem} (dataset.train: path of a JSON Lines file)") from None
+    except UpswingError:
+        raise
+    except Exception as error:  # whatever a user's own environment does
+        raise ConfigError(f"{where}: {_raised(recipe.env.name, f'tasks({split!r}, seed)', error)}") from error
     if not found:
         raise ConfigError(f"{where}: environment '{recipe.env.name}' has no {split} tasks")
+    if not isinstance(found[0], Task):
+        got = type(found[0]).__name__
+        raise ConfigError(f"{where}: environment '{recipe.env.name}' yields {got}; tasks() yields upswing.Task objects")
+    if not all(isinstance(message, Message) for message in found[0].messages):
+        raise ConfigError(
+            f"{where}: environment '{recipe.env.name}': the messages of task '{found[0].id}' aren't all "
+            'upswing.Message objects, as Message(role="user", content="...")'
+        )
     return found[0]
 
 
