@@ -295,3 +295,10 @@ def test_activations_are_known_without_weights(name: str, dtype: torch.dtype) ->
     assert found is not None
     assert found.kept == pytest.approx(measured.kept, rel=0.05)
     assert found.recomputed == pytest.approx(measured.recomputed, rel=0.05)
+
+
+def test_a_plan_of_a_model_whose_config_says_nothing_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"can't use .*config\.json: \S") as caught:
+        list(plan(load_recipe(TINY, [f"model={tmp_path}"])))
+    assert "\n" not in str(caught.value) and not str(caught.value).endswith(":")

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from upswing.errors import ConfigError
 from upswing.models.attention import NAME
-from upswing.models.load import _first_line, _no_progress_bars, resolve_model
+from upswing.models.load import _no_progress_bars, first_line, resolve_model
 
 
 def scalar_model(causal_model: PreTrainedModel) -> PreTrainedModel:
@@ -56,7 +56,7 @@ def load_scalar_model(spec: str | Path) -> PreTrainedModel:
                     path, dtype=torch.float32, attn_implementation=NAME, output_loading_info=True
                 )
         except Exception as error:  # broken files end in whatever their reader raises
-            raise ConfigError(f"reward model or critic '{spec}': can't load {path}: {_first_line(error)}") from error
+            raise ConfigError(f"reward model or critic '{spec}': can't load {path}: {first_line(error)}") from error
     if report["missing_keys"] or scalar_head(model) is None:
         raise ConfigError(f"'{spec}' has no scalar head; give the checkpoint of a reward_model stage or of a critic")
     model.get_input_embeddings().padding_idx = None  # as in load_model

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,14 +65,14 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
     try:  # broken files raise many kinds: transformers', tokenizers' and safetensors' own, KeyError, RuntimeError
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
-        raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {_first_line(error)}") from error
+        raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {first_line(error)}") from error
     try:
         with _no_progress_bars():
             model, report = factory.from_pretrained(
                 path, dtype=dtype, attn_implementation=NAME, output_loading_info=True
             )
     except Exception as error:
-        raise ConfigError(f"model '{spec}': can't load {path}: {_first_line(error)}") from error
+        raise ConfigError(f"model '{spec}': can't load {path}: {first_line(error)}") from error
     if report["missing_keys"]:  # transformers fills them with random numbers
         raise ConfigError(f"model '{spec}': {path} has no weights for '{sorted(report['missing_keys'])[0]}'")
     _check_supported(model, spec)
@@ -187,7 +188,7 @@ def _from_hub(hub_id: str, download: bool) -> Path:
     except ModelNotFound:
         raise
     except Exception as error:  # the hub client raises many kinds, and any of them means: not from there
-        raise ModelNotFound(f"model '{hub_id}' could not be fetched from the hub: {_first_line(error)}") from error
+        raise ModelNotFound(f"model '{hub_id}' could not be fetched from the hub: {first_line(error)}") from error
 
 
 def _checked_folder(folder: Path, spec: str) -> Path:
@@ -231,6 +232,8 @@ def _no_progress_bars() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of what it says; all of it, shortened, where that line announces the next ones."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    first = text.partition("\n")[0].rstrip()
+    return textwrap.shorten(text, 240) if first.endswith(":") else first or type(error).__name__

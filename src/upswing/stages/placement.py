@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from upswing.cluster.actors import check_room, connect, live_nodes, room_here, shown
 from upswing.engine.kv_cache import KVCache
 from upswing.engine.weights import compute_dtype
+from upswing.errors import ConfigError
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context, native_bf16
 from upswing.learn.sharded import decoder_layers
 from upswing.models.attention import use_upswing_attention
-from upswing.models.load import TINY, resolve_model
+from upswing.models.load import TINY, first_line, resolve_model
 from upswing.models.tiny import tiny_model
 from upswing.recipe import Recipe, RlStage
 from upswing.stages.preflight import learner_bytes, machine_bytes
@@ -84,8 +85,11 @@ def _sized(spec: str) -> Any:
     folder = resolve_model(spec, download=False)
     if not (folder / "config.json").is_file():
         return None
-    with torch.device("meta"):
-        return MODEL.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            return MODEL.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    except Exception as error:  # as `load_model`: of many kinds
+        raise ConfigError(f"model '{spec}': can't use {folder / 'config.json'}: {first_line(error)}") from error
 
 
 def _engine(recipe: Recipe, model: Any, gpus: float) -> str:
