@@ -32,7 +32,9 @@ def run_seed(seed: int, out: Path, quick: bool) -> tuple[dict[str, Any], float]:
 
     recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [f"seed={seed}", *(QUICK if quick else [])])
     log = Progress(json_lines=True, min_interval_s=30)
-    run_recipe(recipe, out, log=log, resume=out.exists())
+    begun = (read_json(out / "state.json") or {}).get("stages", {})
+    if not all(begun.get(stage.name, {}).get("done") for stage in recipe.stages):  # else the control has begun
+        run_recipe(recipe, out, log=log, resume=out.exists())
     stages = read_json(out / "state.json")["stages"]
     minutes = sum(float(stages[stage.name]["wall_s"]) for stage in recipe.stages) / 60
     data = recipe.to_dict()

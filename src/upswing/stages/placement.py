@@ -54,7 +54,7 @@ def plan(recipe: Recipe) -> Iterator[str]:
     elif recipe.engine.kind == "torch":
         yield f"engine: in the process of the run{_engine(recipe, model, float(torch.cuda.is_available()))}"
     else:
-        yield f"engine: {recipe.engine.kind} at {recipe.engine.url}"
+        yield f"engine: {recipe.engine.kind} {f'at {recipe.engine.url}' if recipe.engine.url else 'in one process'}"
     if "MASTER_ADDR" in os.environ:
         ranks = max(ranks, int(os.environ.get("WORLD_SIZE", 1)))  # torchrun's
     for stage in recipe.stages:
