@@ -74,11 +74,11 @@ def test_comparisons_and_counts_show_their_working(world: World, play: Play) -> 
 @pytest.mark.parametrize(
     ("facts", "working"),
     [
-        (("3,170,208", "17,351,822"), "A 3.1 million; B 17.3 million."),
-        (("999,999", "1,000,000"), "A 999.9 thousand; B 1.0 million."),
-        (("1,402,760,000", "801"), "A 1.4 billion; B 801."),
-        (("3,170,208", "3,190,000"), "A 3,170,208; B 3,190,000."),
-        (("33.45 S", "12.1 N"), "A 33.45 S; B 12.1 N."),
+        (("3,170,208", "17,351,822"), "A 3.1 million; B 17.3 million. 3.1 million < 17.3 million."),
+        (("999,999", "1,000,000"), "A 999.9 thousand; B 1.0 million. 999.9 thousand < 1.0 million."),
+        (("1,402,760,000", "801"), "A 1.4 billion; B 801. 1.4 billion > 801."),
+        (("3,170,208", "3,190,000"), "A 3,170,208; B 3,190,000. 3,170,208 < 3,190,000."),
+        (("33.45 S", "12.1 N"), "A 33.45 S; B 12.1 N. 33.45 S < 12.1 N."),
     ],
 )
 def test_numbers_are_compared_in_words_unless_these_tie(facts: tuple[str, str], working: str) -> None:
@@ -92,6 +92,20 @@ def test_the_expert_is_the_same_for_the_same_rng(world: World, play: Play) -> No
     env = GeoSearch(expert_noise=0.7)
     for task in islice(env.tasks("train"), 10):
         assert play(env, task).messages == play(env, task).messages
+
+
+def test_typos_are_a_habit_that_can_be_left_out(world: World, play: Play) -> None:
+    """A typo swaps two letters: a word of the query is then an anagram of one of the question without being one."""
+    misspelt = {True: 0, False: 0}
+    for typos in misspelt:
+        env = GeoSearch(kinds=["one_hop"], expert_noise=1, expert_typos=typos)
+        for task in islice(env.tasks("train"), 80):
+            asked = set(task.messages[-1].content.rstrip("?").split())
+            letters = {"".join(sorted(word)) for word in asked}
+            queries = [r.call.arguments["query"] for r in play(env, task).records]
+            odd = [w for query in queries for w in query.split() if w not in asked and "".join(sorted(w)) in letters]
+            misspelt[typos] += len(odd)
+    assert misspelt[True] > 0 == misspelt[False]
 
 
 def test_a_task_of_another_environment_has_no_expert() -> None:

@@ -53,7 +53,8 @@ class GeoSearch(Environment):
     Options: `k` passages a search; `max_searches`, after which the next turn must answer; `max_invalid` malformed
     turns in a row end the episode; `kinds`, a list of question kinds or a mapping of weights; `min_population` and
     `max_cities_per_country` choose the cities; `expert_noise`, the chance of a careless first query a hop in
-    demonstrations. Raises ConfigError for a wrong option or when the extra `search` isn't installed.
+    demonstrations, and `expert_typos`, whether misspelling is one of its habits.
+    Raises ConfigError for a wrong option or when the extra `search` isn't installed.
     """
 
     name = "geo_search"
@@ -64,6 +65,7 @@ class GeoSearch(Environment):
     min_population: Annotated[int, Field(ge=15_000, le=1_000_000)] = 100_000
     max_cities_per_country: Annotated[int, Field(ge=5, le=5_000)] = 60
     expert_noise: Share = 0.0
+    expert_typos: bool = True
 
     def __init__(self, **options: Any) -> None:
         require_packages()
@@ -172,8 +174,9 @@ class GeoSearch(Environment):
         if "plan" not in task.data:
             raise ConfigError(f"task '{task.id}' has no plan in its data; the expert only plays geo_search's own tasks")
         plan = Plan(steps=tuple(task.data["plan"]), final=task.data["final"])
-        question, noise, limit = task.messages[-1].content, self.expert_noise, self.max_searches
-        return ScriptedExpert(plan, question, self._lines, rng, noise=noise, max_searches=limit)
+        habits = {"noise": self.expert_noise, "typos": self.expert_typos}
+        question, limit = task.messages[-1].content, self.max_searches
+        return ScriptedExpert(plan, question, self._lines, rng, max_searches=limit, **habits)
 
     def _lines(self, query: str) -> list[str]:
         return self.search(query, self.k).split("\n")

@@ -68,7 +68,9 @@ class Plan:
         # Two numbers that look the same in words are told apart by all of their digits.
         shown = short if len(set(short)) == len(short) else facts
         working = "; ".join(f"{name} {fact}" for name, fact in zip(names, shown, strict=True))
-        return f"{working}.", names[sizes.index(max(sizes))]
+        # The order is written too: a small model learns that, where naming the larger at once stays a coin flip.
+        order = f"{shown[0]} {'>' if sizes[0] > sizes[1] else '<'} {shown[1]}"
+        return f"{working}. {order}.", names[sizes.index(max(sizes))]
 
     def _count_equal(self, values: Sequence[str]) -> tuple[str, str]:
         count, parts = 0, []
@@ -119,16 +121,24 @@ def absorb(plan: Plan, lines: Sequence[str], values: list[str]) -> tuple[list[st
 class ScriptedExpert:
     """Callable as an `Expert`: messages -> the next assistant text.
 
-    `noise` is the chance that the first query of a hop is careless (place only, attribute only, vague words, a typo,
-    the whole question). A careless query is only made when it really finds nothing of use and the search budget
-    leaves room to recover.
+    `noise` is the chance that the first query of a hop is careless (place only, attribute only, vague words, the whole
+    question and, with `typos`, a misspelt place). A careless query is only made when it really finds nothing of use
+    and the search budget leaves room to recover.
     """
 
     def __init__(
-        self, plan: Plan, question: str, search: Search, rng: random.Random, *, noise: float, max_searches: int
+        self,
+        plan: Plan,
+        question: str,
+        search: Search,
+        rng: random.Random,
+        *,
+        noise: float,
+        max_searches: int,
+        typos: bool = True,
     ) -> None:
         self.plan, self.question, self.search = plan, question, search
-        self.max_searches = max_searches
+        self.max_searches, self.typos = max_searches, typos
         _, needed = solve(plan, search, max_searches)
         spare = max(0, max_searches - needed)
         careless = [i for i in range(len(plan.steps)) if rng.random() < noise]
@@ -164,7 +174,8 @@ class ScriptedExpert:
         relation = RELATIONS[step["relation"]]
         proper = relation.queries[0].format(s="").strip()
         options = [subject, proper, *(f"{subject} {vague}" for vague in relation.vague)]
-        options.append(f"{_typo(subject, rng)} {proper}".strip())
+        if self.typos:
+            options.append(f"{_typo(subject, rng)} {proper}".strip())
         if step["qualifier"] is not None:
             options += [f"{subject} {proper}"] * 3
         if index == 0:
