@@ -219,6 +219,7 @@ def test_weights_are_sent_as_engines_hold_them(held: tuple[torch.dtype, ...]) ->
     weights = {"a": torch.randn(7, 3).T, "b": torch.tensor(1 / 3), "c": torch.tensor([torch.inf, torch.nan, 1e-40])}
     asyncio.run(engines.update_weights(weights, 1))
     wide = torch.float32 in held
+    assert engines.stats.weight_bytes == (4 if wide else 2) * (7 * 3 + 1 + 3), "once, for however many engines"
     assert {name: array.nbytes for name, array in engines._weights.items()} == {
         name: tensor.numel() * (4 if wide else 2) for name, tensor in weights.items()
     }

@@ -93,6 +93,8 @@ class RayEngines:
         """References to the newest ones; empty: those of `model`."""
         self._counted: dict[Any, EngineStats] = {}
         """By actor, the dead ones too."""
+        self._given = EngineStats()
+        """What was put into the object store."""
         self._closed = False
 
         def start(place: int) -> Any:
@@ -118,7 +120,7 @@ class RayEngines:
 
     @property
     def stats(self) -> EngineStats:
-        each = self._counted.values()
+        each = (*self._counted.values(), self._given)
         return EngineStats(**{one.name: sum(getattr(s, one.name) for s in each) for one in fields(EngineStats)})
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
@@ -178,7 +180,11 @@ class RayEngines:
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """One at a time: a lazy mapping makes each when it is read."""
-        return {name: self.cluster.ray.put(sent(tensor, self._dtype)) for name, tensor in weights.items()}
+        put = {}
+        for name, tensor in weights.items():
+            put[name] = self.cluster.ray.put(array := sent(tensor, self._dtype))
+            self._given.weight_bytes += array.nbytes
+        return put
 
     async def _catch_up(self, actor: Any) -> None:
         """Give a new engine the newest weights, and those that came meanwhile."""
