@@ -13,7 +13,7 @@ import typer
 
 from upswing.cli.common import Overrides, Quiet, UnsafeLocal, is_run_folder, one_line_errors, recipe_of
 from upswing.errors import ConfigError
-from upswing.recipe import EvalStage, Recipe, RlStage, SftStage, check_same, load_recipe
+from upswing.recipe import Recipe, check_same, load_recipe
 
 
 def run_command(
@@ -46,7 +46,6 @@ def run_command(
         placed = {"kind": cluster or (ray_address and "ray"), "address": ray_address}
         more = [f"cluster.{key}={json.dumps(value)}" for key, value in placed.items() if value]
         config = recipe_of(recipe, [*(overrides or []), *more], unsafe_local=unsafe_local)
-        check_ranks(config, several)
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
 
@@ -79,28 +78,6 @@ def _show(recipe: Recipe) -> None:
     for line in plan(recipe):
         typer.echo(f"# {line}")
     typer.echo(recipe.dump(), nl=False)
-
-
-ALONE = "start this recipe without torchrun, or with cluster.learners: 1"
-
-
-def check_ranks(recipe: Recipe, torchrun: bool = True) -> None:
-    """Raises ConfigError for what isn't done on several ranks, if there are."""
-    if torchrun and recipe.cluster.learners > 1:
-        raise ConfigError("cluster.learners: torchrun has started the ranks already; leave one of them out")
-    if not torchrun and recipe.cluster.learners == 1:
-        return
-    for stage in recipe.stages:
-        if isinstance(stage, EvalStage):
-            continue
-        where = f"stages.{stage.name}"
-        if not isinstance(stage, SftStage | RlStage):
-            raise ConfigError(f"{where}: a {stage.stage} stage runs on one rank; {ALONE}")
-        for key in ("lora", "critic"):
-            if getattr(stage, key, None) is not None:
-                raise ConfigError(f"{where}.{key} works on one rank; leave it out, or {ALONE}")
-        if (wanted := stage.gradient_checkpointing) and wanted is not True:
-            raise ConfigError(f"{where}.gradient_checkpointing: {wanted} GB; allowed on several ranks: true, false")
 
 
 def choose_folder(source: Path, recipe: Recipe, out: Path | None, resume: bool) -> Path:
