@@ -18,6 +18,7 @@ from upswing.cli.main import app
 from upswing.cluster import actors
 from upswing.cluster.actors import check_room, connect, room_here
 from upswing.cluster.engines import RayEngines, Received
+from upswing.engine.base import Completion, EngineStats, FinishReason, Sampling
 from upswing.errors import ConfigError
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context
@@ -128,7 +129,7 @@ class FakeRay:
         RayError = RayTaskError = UnserializableException = KeyError
 
     put = staticmethod(lambda array: array)
-    kill = staticmethod(lambda actor: None)
+    kill = staticmethod(lambda actor: actor.killed.set())
 
     def __init__(self) -> None:
         self.ended = 0
@@ -156,20 +157,32 @@ class Method:
 
 
 class FakeEngine:
-    """Has weights that it can hang over."""
+    """Samples its own number, slowly. One that hangs only begins."""
 
-    def __init__(self, hangs: bool, dtype: torch.dtype) -> None:
+    def __init__(self, number: int, hangs: bool, dtype: torch.dtype) -> None:
         self.given: list[tuple[dict[str, torch.Tensor], int]] = []
+        self.killed = asyncio.Event()
+
+        async def answer() -> None:
+            if hangs:
+                await self.killed.wait()
+                raise OSError("it was killed")
 
         async def load(weights: dict[str, Any], version: int) -> None:
-            if hangs:
-                await asyncio.Event().wait()
+            await answer()
             self.given.append((dict(Received(weights)), version))
+
+        async def generate(*args: Any) -> tuple[Completion, EngineStats]:
+            await answer()
+            await asyncio.sleep(0.3)
+            done = {"tokens": (number,), "engine_logprobs": (0.0,), "policy_version": (0,)}
+            return Completion(**done, finish_reason=FinishReason.LENGTH), EngineStats()
 
         async def begin() -> dict[str, Any]:
             return {"kv_tokens": 10, "max_request": 5, "weights": dtype}
 
-        self.load, self.begin = Method(load), Method(begin)
+        for method in (answer, load, generate, begin):
+            setattr(self, method.__name__, Method(method))
 
 
 def at_once(answer: Any) -> Any:
@@ -186,7 +199,7 @@ class FakeCluster(actors.Cluster):
         self.section, self.ray, self.closed = ClusterSection(kind="ray", engines=engines), FakeRay(), 0
         self._gone, self._why, self.warned = asyncio.Event(), "", list[str]()
         self.warn = self.warned.append
-        self.made = [FakeEngine(number < bad, dtypes[number % len(dtypes)]) for number in range(engines + 1)]
+        self.made = [FakeEngine(n, n < bad, dtypes[n % len(dtypes)]) for n in range(engines + 1)]
         self.left = iter(self.made)
 
     def start(self, kind: type, place: int, *args: Any) -> Any:
@@ -232,7 +245,7 @@ def test_weights_are_sent_as_engines_hold_them(held: tuple[torch.dtype, ...]) ->
 
 
 async def test_an_engine_that_hangs_over_weights_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upswing.cluster.engines.LOAD_S", 0.1)
+    monkeypatch.setattr("upswing.cluster.engines.START_S", 0.1)
     cluster = FakeCluster(2, 1, torch.float32)
     engines = RayEngines(cluster, "tiny")
     await engines.update_weights({"a": torch.ones(2)}, 7)
@@ -245,6 +258,37 @@ async def test_an_engine_that_hangs_over_weights_is_replaced(monkeypatch: pytest
     await engines.close()
     engines.pool.lose(engines.pool.members[1], cluster.made[1], "closed")
     assert cluster.closed == 1 and engines.pool.members[1].task is None, "nobody is replaced after the end"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_an_engine_that_hangs_over_a_request_is_replaced(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only takes longer than the deadline for a sign of life isn't."""
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
+    monkeypatch.setattr(actors, "BEAT_S", 0.01)
+    cluster = FakeCluster(1, int(hangs), torch.float32)
+    engines = RayEngines(cluster, "tiny", turn_timeout_s=0.2)
+    done = await asyncio.wait_for(engines.generate([1], Sampling(max_tokens=1)), 5)
+    assert done.tokens == (int(hangs),)
+    assert cluster.warned == ["engine 1 of 1 is replaced: it has not answered for 0.1 s"] * hangs
+    watch = engines.pool.members[0].watch
+    await asyncio.wait_for(asyncio.wait([watch]), 5)
+    await engines.close()
+
+
+async def test_a_replacement_that_never_starts_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
+    monkeypatch.setattr(actors, "START_S", 0.05)
+    monkeypatch.setattr(actors, "DEATHS", 2)
+    cluster = FakeCluster(1, 1, torch.float32)
+    engines = RayEngines(cluster, "tiny", turn_timeout_s=0.1)
+    for late in (spare := [FakeEngine(9, True, torch.float32) for _ in range(2)]):
+        late.begin = late.answer
+    cluster.left = iter(spare)
+    waits = asyncio.ensure_future(engines.generate([1], Sampling(max_tokens=1)))
+    await asyncio.wait_for(cluster._gone.wait(), 5)
+    assert cluster._why == "no engine stays alive (the last: it took longer than 0.05 s to start)"
+    waits.cancel()
+    await engines.close()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
