@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import sys
 from contextlib import nullcontext
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.learn.helpers import row, tiny
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
@@ -20,11 +24,13 @@ from upswing.cluster.actors import check_room, connect, room_here
 from upswing.cluster.engines import RayEngines, Received
 from upswing.engine.base import Completion, EngineStats, FinishReason, Sampling
 from upswing.errors import ConfigError
+from upswing.learn import Learner
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context
 from upswing.models.attention import use_upswing_attention
 from upswing.recipe import ClusterSection, check_same, load_recipe
 from upswing.stages.placement import _fits, _sized, _weight_bytes, _whole_bytes, plan
+from upswing.stages.preflight import learner_bytes
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
@@ -319,6 +325,44 @@ def test_weights_of_a_plan_are_those_of_the_run(tmp_path: Path) -> None:
         )
         layer = products / layers + 2 * hidden
         assert _whole_bytes(model) == 4 * (3 * layer + 2 * (vocab * hidden + head + hidden))
+
+
+def most_held(work: Any, sizes: set[int]) -> int:
+    """Bytes that `work` has allocated at once in tensors of these sizes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    found: list[tuple[int, int]] = []
+    left = list(seen.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation and abs(event.extra_fields.alloc_size) in sizes:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(itertools.accumulate((size for _, size in sorted(found)), initial=0))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_weights_in_16_bits_are_what_an_update_holds(tied: bool, recomputed: bool) -> None:
+    """Of two packs, so that all gradients are there beside them; in float32 there are none."""
+    changes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
+    changes["num_key_value_heads"] = 1  # so that no tensor in 32 bits has the size of one of these
+    model = tiny(tie_word_embeddings=tied, **changes)
+    model.get_input_embeddings().padding_idx = None  # as in load_model
+    one = load_recipe(TINY, [f"rl.gradient_checkpointing={str(recomputed).lower()}"])
+    learner = Learner(
+        model, lr=1e-3, compute_dtype=torch.bfloat16, gradient_checkpointing=recomputed, max_tokens_per_pack=30
+    )
+    rows = [row(range(3, 15), range(4, 12), advantage=float(-((-1) ** i)), group=i // 2) for i in range(4)]
+    matrices = {p.numel() for p in model.parameters() if p.ndim == 2}
+    held = most_held(lambda: learner.rl_update(rows), {2 * count for count in matrices})
+    said = {
+        dtype: learner_bytes(one, one.stages[1], model, Fits(), dtype, "cpu")["weights in 16 bits"]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert said[torch.float32] == 0
+    # A matrix' gradient is in 16 bits before it is added up, so one or two more are there.
+    assert said[torch.bfloat16] * 0.98 < held < said[torch.bfloat16] + 2 * 2 * max(matrices)
 
 
 def models() -> dict[str, tuple[Any, Any]]:
