@@ -151,9 +151,8 @@ class CustomerService(GeneratedEnv):
         for pattern, word in _SAME.items():
             text = re.sub(pattern, word, text)
         heard = text if len(set(re.findall(r"\d+", text))) <= MAX_NUMBERS else ""
-        self._said = {
-            fact: re.search(rf"(?<!\w){re.escape(fact.lower())}(?!\w)", heard) is not None for fact in self._said
-        }
+        for fact in self._said:
+            self._said[fact] = re.search(rf"(?<!\w){re.escape(fact.lower())}(?!\w)", heard) is not None
         settled = self._orders == self._wanted and self._read and all(self._said.values())
         if settled or self._answers > PATIENCE:
             return None

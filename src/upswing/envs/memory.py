@@ -41,9 +41,8 @@ class Memory(GeneratedEnv):
         sessions = [" ".join(texts[i :: self.sessions]) for i in range(self.sessions)]
         name, thing, value = rng.choice(told)
         question = f"What is {name}'s {thing}?"
-        return self.make_task(
-            " ".join([*texts, question]), sessions[0], gold=(value,), sessions=[*sessions[1:], question]
-        )
+        later = [*sessions[1:], question]
+        return self.make_task(" ".join([*texts, question]), sessions[0], gold=(value,), sessions=later)
 
     def start(self, task: Task) -> None:
         self._notes, self._left = list[str](), list(task.data["sessions"])

@@ -37,9 +37,8 @@ class Wordle(GeneratedEnv):
 
     def draw(self, rng: random.Random) -> Task:
         word = rng.choice(words())
-        text = (
-            f"Find the secret five-letter word in {self.guesses} guesses. G: right place, Y: elsewhere, -: not in it."
-        )
+        marked = "G: right place, Y: elsewhere, -: not in it."
+        text = f"Find the secret five-letter word in {self.guesses} guesses. {marked}"
         return self.make_task(word, text, word=word, start_state={"solved": False}, final_state={"solved": True})
 
     def start(self, task: Task) -> None:
