@@ -94,9 +94,7 @@ def parse(text: str) -> Any:
     rules = NormalizationConfig(malformed_operators=True, boxed="none")
     try:
         found = latex2sympy(
-            text,
-            normalization_config=rules,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
+            text, normalization_config=rules, conversion_config=ConversionConfig(lowercase_symbols=False)
         )
     except (MemoryError, RecursionError):
         raise
