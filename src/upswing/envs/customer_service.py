@@ -3,8 +3,6 @@
 The shape is tau-bench's (Yao et al. 2024, arXiv:2406.12045); the customer is scripted, so a task is always the same.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

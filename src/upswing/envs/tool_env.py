@@ -1,7 +1,5 @@
 """An environment out of plain functions: the agent calls tools for a few turns, then answers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence

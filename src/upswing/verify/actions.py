@@ -1,7 +1,5 @@
 """Verifiers of what an agent did: its tool calls, what it found, and the state that it left."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

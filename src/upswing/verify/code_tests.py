@@ -5,8 +5,6 @@ Cases are JSON: {stdin, accepted: [texts]}; {calls: [source], accepted: [values]
 is left of an assert with its calls replaced by `_0`, `_1`, …
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy
