@@ -47,9 +47,9 @@ class TaskSource:
     def __init__(self, stream: Callable[[str, int], Iterator[Task]]) -> None:
         self._stream = stream
 
-    def take(self, split: str, seed: int, count: int, skip: int = 0) -> list[Task]:
-        """Tasks `skip` to `skip + count` of a split's stream; fewer when it ends."""
-        return list(islice(self._stream(split, seed), skip, skip + count))
+    def take(self, split: str, seed: int, count: int) -> list[Task]:
+        """The first `count` tasks of a split's stream; fewer when it ends."""
+        return list(islice(self._stream(split, seed), count))
 
     def stream(self, split: str, seed: int) -> Iterator[Task]:
         return self._stream(split, seed)

@@ -52,8 +52,12 @@ def assign(stage: RlStage, batch: Batch, evidence: Evidence) -> Credit:
     if name in _TOKENS:
         flat = flatten(batch.rows)
         advantages_N, returns_N, signals = _TOKENS[name](stage, batch, flat, evidence)
-        return Credit(rows=_with_tokens(batch.rows, advantages_N), returns_N=returns_N, signals=signals)
-    rewards_B = _less_kl(batch, evidence.kl_N)
+        arrays = spread(batch.rows, advantages_N.numpy())
+        rows = tuple(replace(row, advantage=array) for row, array in zip(batch.rows, arrays, strict=True))
+        return Credit(rows=rows, returns_N=returns_N, signals=signals)
+    rewards_B = batch.rewards_B
+    if evidence.kl_N is not None:  # less each trajectory's summed KL penalty
+        rewards_B = rewards_B.index_add(0, flatten(batch.rows).sequence_N, -evidence.kl_N)
     try:
         advantages_B = _TRAJECTORIES[name](stage, batch, rewards_B, evidence)
     except ValueError as error:
@@ -62,23 +66,7 @@ def assign(stage: RlStage, batch: Batch, evidence: Evidence) -> Credit:
     return Credit(rows=tuple(replace(row, advantage=values[row.trajectory]) for row in batch.rows))
 
 
-def _less_kl(batch: Batch, kl_N: torch.Tensor | None) -> torch.Tensor:
-    """Rewards, less each trajectory's summed KL penalty."""
-    if kl_N is None:
-        return batch.rewards_B
-    return batch.rewards_B.index_add(0, flatten(batch.rows).sequence_N, -kl_N)
-
-
-def _with_tokens(rows: Sequence[TrainRow], advantages_N: torch.Tensor) -> tuple[TrainRow, ...]:
-    arrays = spread(rows, advantages_N.numpy())
-    return tuple(replace(row, advantage=array) for row, array in zip(rows, arrays, strict=True))
-
-
 # -- one advantage a trajectory ---------------------------------------------------------
-
-
-def _group(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, _: Evidence) -> torch.Tensor:
-    return per_trajectory.group_relative(rewards_B, batch.group_B, normalize_std=bool(stage.normalize_std))
 
 
 def _reinforce(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evidence) -> torch.Tensor:
@@ -102,17 +90,17 @@ def _gdpo(stage: RlStage, batch: Batch, rewards_B: torch.Tensor, evidence: Evide
 
 
 _TRAJECTORIES: dict[str, Callable[[RlStage, Batch, torch.Tensor, Evidence], torch.Tensor]] = {
-    "group": _group,
-    "reinforce": _reinforce,
-    "rloo": lambda stage, batch, rewards_B, _: per_trajectory.rloo(rewards_B, batch.group_B),
-    "remax": _remax,
-    "opo": lambda stage, batch, rewards_B, _: per_trajectory.opo(rewards_B, batch.group_B, batch.lengths_B),
-    "gpg": lambda stage, batch, rewards_B, _: per_trajectory.gpg(rewards_B, batch.group_B),
-    "pass_at_k": lambda stage, batch, rewards_B, _: per_trajectory.pass_at_k(
-        rewards_B, batch.group_B, k=stage.pass_k or 1
+    "group": lambda stage, b, rewards_B, _: per_trajectory.group_relative(
+        rewards_B, b.group_B, normalize_std=bool(stage.normalize_std)
     ),
-    "reinforce_pp_baseline": lambda stage, batch, rewards_B, _: per_trajectory.reinforce_pp_baseline(
-        rewards_B, batch.group_B, batch.lengths_B
+    "reinforce": _reinforce,
+    "rloo": lambda stage, b, rewards_B, _: per_trajectory.rloo(rewards_B, b.group_B),
+    "remax": _remax,
+    "opo": lambda stage, b, rewards_B, _: per_trajectory.opo(rewards_B, b.group_B, b.lengths_B),
+    "gpg": lambda stage, b, rewards_B, _: per_trajectory.gpg(rewards_B, b.group_B),
+    "pass_at_k": lambda stage, b, rewards_B, _: per_trajectory.pass_at_k(rewards_B, b.group_B, k=stage.pass_k or 1),
+    "reinforce_pp_baseline": lambda stage, b, rewards_B, _: per_trajectory.reinforce_pp_baseline(
+        rewards_B, b.group_B, b.lengths_B
     ),
     "gdpo": _gdpo,
 }

@@ -25,18 +25,14 @@ def check_teacher(recipe: Recipe, stage: DistillStage, index: int) -> None:
     stages = _stages(recipe, index)
     teacher, student = (recipe.source_of(index, name) for name in (stage.teacher, stage.from_))
     if teacher == student or (student == "base" and teacher == recipe.model):
-        raise ConfigError(
-            f"stages.{index}.teacher: got '{stage.teacher}', the weights that the student starts from, so that there "
-            "is nothing to learn; use another stage or model"
-        )
+        why = "the weights that the student starts from, so that there is nothing to learn; use another stage or model"
+        raise ConfigError(f"stages.{index}.teacher: got '{stage.teacher}', {why}")
     try:
         if teacher not in stages:
             resolve_model(teacher, download=False)
     except ModelNotFound as problem:
-        found = ", ".join(stages) + did_you_mean(teacher, stages)
-        raise ConfigError(
-            f"stages.{index}.teacher: no earlier stage with weights '{teacher}' ({found}), and {problem}"
-        ) from None
+        why = f"'{teacher}' ({', '.join(stages)}{did_you_mean(teacher, stages)}), and {problem}"
+        raise ConfigError(f"stages.{index}.teacher: no earlier stage with weights {why}") from None
 
 
 def _stages(recipe: Recipe, index: int) -> list[str]:
@@ -58,12 +54,9 @@ class DistillMethod:
         self.teacher = teacher.model.requires_grad_(False)
         check_same_vocabulary(context.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
         # The teacher is the learner's reference: it is run on the same rows in the same way.
-        self.learner = Learner(
-            context.adapted(student, stage),
-            ref_model=self.teacher,
-            schedule=Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps),
-            **context.trainer_options(stage),
-        )
+        options = context.trainer_options(stage)
+        options["schedule"] = Schedule(kind=stage.schedule, warmup=stage.warmup_steps, total=stage.steps)
+        self.learner = Learner(context.adapted(student, stage), ref_model=self.teacher, **options)
 
     async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
         batch = make_batch(groups, truncated="as_is", unscored=True)

@@ -85,7 +85,11 @@ async def run_eval(context: RunContext, stage: EvalStage, index: int) -> dict[st
         )
         previous = (source, summary)
         played[source] = trajectories
-    _publish(context, stage, entries, played)
+    # A repeated stage replaces its own entries.
+    kept = [entry for entry in (read_json(context.out / RESULTS) or []) if entry["stage"] != stage.name]
+    write_results(context.out, [*kept, *entries])
+    context.progress.table(results_table(entries, title=f"{stage.name}: {stage.split}, {stage.tasks} tasks"))
+    publish_examples(context, stage.name, played)
     return {}
 
 
@@ -111,13 +115,3 @@ def _best_of(
         f"{'not measured' if best is None else f'{best:.3f}'} ({', '.join(said)}; {figures['tasks']} tasks)"
     )
     return {"best_of": {"reward_model": stage.reward_model, "choose_by": stage.choose_by, **figures}}
-
-
-def _publish(
-    context: RunContext, stage: EvalStage, entries: list[dict[str, Any]], played: dict[str, list[Trajectory]]
-) -> None:
-    """Add to results.json (a repeated stage replaces its own entries), show the table, choose example trajectories."""
-    kept = [entry for entry in (read_json(context.out / RESULTS) or []) if entry["stage"] != stage.name]
-    write_results(context.out, [*kept, *entries])
-    context.progress.table(results_table(entries, title=f"{stage.name}: {stage.split}, {stage.tasks} tasks"))
-    publish_examples(context, stage.name, played)

@@ -45,14 +45,12 @@ def _chosen(
     recovered = [i for i, t in last.items() if _won(t) and context.recovered is not None and context.recovered(t)]
     gained = [i for i, t in last.items() if _won(t) and i in first and not _won(first[i]) and i not in recovered[:1]]
     lost = [i for i, t in last.items() if not _won(t)]
-    return [
-        *(
-            ("The first search misses; the agent searches differently and recovers", "recovery", i)
-            for i in recovered[:1]
-        ),
-        *(("Wrong before, right after", "before_after", i) for i in gained[:NUM_GAINED]),
-        *(("Still wrong", "before_after", i) for i in lost[:1]),
-    ]
+    chosen = {
+        ("The first search misses; the agent searches differently and recovers", "recovery"): recovered[:1],
+        ("Wrong before, right after", "before_after"): gained[:NUM_GAINED],
+        ("Still wrong", "before_after"): lost[:1],
+    }
+    return [(*words, i) for words, found in chosen.items() for i in found]
 
 
 def _won(trajectory: Trajectory) -> bool:

@@ -52,13 +52,8 @@ def flatness(losses: Sequence[float], tolerance: float) -> Criterion:
     flat = abs(fall) < tolerance
     moved = f"{'fell' if fall >= 0 else 'rose'} by {100 * abs(fall):.1f} % since the last check"
     seen = "measured only once" if math.isnan(fall) else moved
-    return Criterion(
-        name="loss_fall_frac",
-        value=fall,
-        limit=tolerance,
-        passed=flat,
-        words=f"validation loss {losses[-1]:.4f} {seen} ({'flat' if flat else 'not flat'} at {100 * tolerance:g} %)",
-    )
+    words = f"validation loss {losses[-1]:.4f} {seen} ({'flat' if flat else 'not flat'} at {100 * tolerance:g} %)"
+    return Criterion(name="loss_fall_frac", value=fall, limit=tolerance, passed=flat, words=words)
 
 
 def _least(name: str, value: float, limit: float, label: str) -> Criterion:
@@ -89,9 +84,8 @@ def is_well_formed(trajectory: Trajectory) -> bool:
 async def examine(context: RunContext, rules: Graduation, stage: str, step: int, flat: Criterion) -> Verdict:
     """Sample train tasks with the engine's current weights and judge."""
     tasks = context.tasks.take("train", derive_seed(context.recipe.seed, stage, "graduation"), rules.tasks)
-    with context.progress.task(
-        f"{stage}: graduation check", total=len(tasks) * rules.pass_k, unit="trajectory"
-    ) as shown:
+    name, total = f"{stage}: graduation check", len(tasks) * rules.pass_k
+    with context.progress.task(name, total=total, unit="trajectory") as shown:
         groups = await context.rollouts.groups(
             tasks,
             size=rules.pass_k,

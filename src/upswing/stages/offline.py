@@ -24,10 +24,9 @@ def split(context: RunContext, stage: PairStage, items: Sequence[PromptedItem], 
     """[to train on, held out]. Raises UpswingError when there is nothing to train on."""
     training, held = hold_out(items, stage.validation_pairs)
     if not training:
-        raise UpswingError(
-            f"{stage.name}: {len(items)} {unit}, none left to train on after holding out whole prompts for "
-            f"validation_pairs ({stage.validation_pairs}); use fewer, or sample more tasks"
-        )
+        why = f"after holding out whole prompts for validation_pairs ({stage.validation_pairs})"
+        how = "use fewer, or sample more tasks"
+        raise UpswingError(f"{stage.name}: {len(items)} {unit}, none left to train on {why}; {how}")
     context.note(f"{stage.name}: {len(training)} {unit} to train on, {len(held)} held out")
     return [training, held]
 

@@ -56,15 +56,12 @@ async def collect_pairs(
     groups = [list(members) for _, members in groupby(stored, key=lambda one: one.id.rpartition("-")[0])]
     pairs = [pair for members in groups for pair in pairs_from_group(members, most=stage.pairs_per_task)]
     forked = sum(len(one.branches) > 1 for one in stored)
-    context.note(
-        f"{stage.name}: {len(pairs)} pairs from {len(groups)} tasks of {len(stored)} trajectories"
-        + (f"; {forked} with more than one branch left out" if forked else "")
-    )
+    left = f"; {forked} with more than one branch left out" if forked else ""
+    context.note(f"{stage.name}: {len(pairs)} pairs from {len(groups)} tasks of {len(stored)} trajectories{left}")
     if not pairs:
-        raise UpswingError(
-            f"{stage.name}: no pairs: in each of the {len(groups)} tasks all samples that count have the same reward; "
-            "raise temperature or samples, or start from a model that solves some tasks"
-        )
+        why = f"in each of the {len(groups)} tasks all samples that count have the same reward"
+        how = "raise temperature or samples, or start from a model that solves some tasks"
+        raise UpswingError(f"{stage.name}: no pairs: {why}; {how}")
     return pairs
 
 

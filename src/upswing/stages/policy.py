@@ -102,7 +102,7 @@ class PolicyMethod:
         stage, learner = self.stage, self.learner
         batch = self._batch(groups)
         kl_N, old, signals = self._kl_penalty(batch)
-        values = self._values(batch)
+        values = None if stage.critic is None else (self.critic or learner).values(batch.rows)
         credit = assign(stage, batch, self._evidence(batch, kl_N, values, greedy, step))
         rows = list(credit.rows)
         signals |= credit.signals
@@ -152,11 +152,6 @@ class PolicyMethod:
         kl_N, far_N = kl_reward(policy_N, ref_N), kl_clamped(policy_N, ref_N)
         signals = {"kl": float(kl_N.mean()), "kl_clamped_frac": float(far_N.double().mean())}
         return self.learner.extra["kl_coef"] * kl_N, policy, signals
-
-    def _values(self, batch: Batch) -> list[np.ndarray] | None:
-        if self.stage.critic is None:
-            return None
-        return (self.critic or self.learner).values(batch.rows)
 
     async def _greedy(self, groups: Sequence[Group], step: int) -> list[Trajectory] | None:
         """ReMax's baseline: one greedy rollout a task."""
@@ -215,10 +210,7 @@ class PolicyMethod:
             )
         if stage.entropy_target is not None and update is not None:
             extra["entropy_coef"], extra["entropy_weight"] = adaptive_entropy_coef(
-                extra["entropy_coef"],
-                update.entropy.value,
-                target=stage.entropy_target,
-                step=stage.entropy_coef,
+                extra["entropy_coef"], update.entropy.value, target=stage.entropy_target, step=stage.entropy_coef
             )
         if stage.ref_refresh_steps and (step + 1) % stage.ref_refresh_steps == 0 and self.learner.reference:
             self.learner.reference.refresh()

@@ -23,21 +23,20 @@ async def run_preference(context: RunContext, stage: PreferenceStage, index: int
     model = context.source_model(context.recipe.source_of(index, stage.from_))
     pairs = await collect_pairs(context, stage, model.state_dict(), paired=stage.loss != "kto")
     parts = split(context, stage, pairs, "pairs")
-    learner = Learner(
-        context.adapted(model, stage), schedule=schedule(stage, len(parts[0])), **context.trainer_options(stage)
-    )
+    plan, options = schedule(stage, len(parts[0])), context.trainer_options(stage)
+    learner = Learner(context.adapted(model, stage), schedule=plan, **options)
     training, held = (_couples(learner, part, stage.loss) for part in parts)
-    options = PreferenceOptions(loss=stage.loss, **{key: getattr(stage, key) for key in LOSS_DEFAULTS[stage.loss]})
+    how = PreferenceOptions(loss=stage.loss, **{key: getattr(stage, key) for key in LOSS_DEFAULTS[stage.loss]})
 
     def measure() -> dict[str, float]:
-        return preference_metrics(learner, *_sides(held), options, unchanged=learner.updates == 0)
+        return preference_metrics(learner, *_sides(held), how, unchanged=learner.updates == 0)
 
     facts = fit(
         context,
         stage,
         learner,
         training,
-        update=lambda batch: preference_update(learner, *_sides(batch), options),
+        update=lambda batch: preference_update(learner, *_sides(batch), how),
         measure=measure if held else None,
         shown=("loss", "preference_accuracy", "chosen_shift"),
         moved={name: name.replace("_", " ") for name in ("preference_accuracy", "reward_margin", "chosen_shift")},

@@ -99,11 +99,8 @@ def first_turn_information(
     own, best = np.diagonal(turn_prompt), turn_prompt.max(axis=1)
     marginal = best + np.log(np.exp(turn_prompt - best[:, None]).mean(axis=1))
     retrieved = turn_prompt.argmax(axis=1) == np.arange(len(pairs))
-    return {
-        "mi_first_turn": float((own - marginal).mean()),
-        "mi_retrieval": float(retrieved.mean()),
-        "mi_pairs": len(pairs),
-    }
+    found_mi = {"mi_first_turn": float((own - marginal).mean()), "mi_retrieval": float(retrieved.mean())}
+    return {**found_mi, "mi_pairs": len(pairs)}
 
 
 def forward_tokens(rows: Sequence[TrainRow]) -> int:

@@ -71,20 +71,15 @@ async def collect_labelled(
                     share = sum(outcomes) / len(outcomes)
                     labels[source.id][step] = float(share > 0) if stage.hard_labels else share
     every = [label for of_one in labels.values() for label in of_one.values()]
-    context.note(
-        f"{stage.name}: {len(every)} labels of {len(known)} trajectories, mean {sum(every) / max(1, len(every)):.3f}; "
-        f"{len(judged) - len(known)} trajectories could not be judged"
-    )
+    labelled = f"{len(every)} labels of {len(known)} trajectories, mean {sum(every) / max(1, len(every)):.3f}"
+    context.note(f"{stage.name}: {labelled}; {len(judged) - len(known)} trajectories could not be judged")
     if len(set(every)) < 2:
-        raise UpswingError(
-            f"{stage.name}: nothing to learn: all {len(every)} labels are alike ({every[0] if every else 'none'}); "
-            "raise temperature or tasks, or start from a model that solves some tasks"
-        )
+        why = f"all {len(every)} labels are alike ({every[0] if every else 'none'})"
+        how = "raise temperature or tasks, or start from a model that solves some tasks"
+        raise UpswingError(f"{stage.name}: nothing to learn: {why}; {how}")
     groups = {task: number for number, task in enumerate(dict.fromkeys(t.task.id for t, _ in known.values()))}
-    return [
-        Labelled(rows=tuple(step_rows(t, labels[name], group=groups[t.task.id])), prompt=t.task.id.encode())
-        for name, (t, _) in known.items()
-    ]
+    rows = {name: tuple(step_rows(t, labels[name], group=groups[t.task.id])) for name, (t, _) in known.items()}
+    return [Labelled(rows=rows[name], prompt=t.task.id.encode()) for name, (t, _) in known.items()]
 
 
 def _group_of(trajectory_id: str) -> str:
@@ -111,9 +106,8 @@ async def _rolled_out(
         if not math.isnan(won):
             found[_group_of(played.id)].append(won)
     if differing:
-        evidence = (
-            f"{len(differing)} of {count} couldn't be brought back to where they start; the first: {differing[0]}"
-        )
+        evidence = f"{len(differing)} of {count} couldn't be brought back to where they start"
+        evidence += f"; the first: {differing[0]}"
         remedy = "Labels need an environment that answers the same turns alike for the same task and seed."
         if 2 * len(differing) > count:
             raise UpswingError(f"{stage.name}: roll-outs: {evidence}. {remedy} Use labels: outcome")
@@ -134,25 +128,16 @@ async def _play(context: RunContext, stage: RewardModelStage, chunks: Mapping[in
     with context.progress.task(f"{stage.name}: roll-outs", total=total, unit="trajectory") as shown:
 
         async def one(source: Trajectory, step: int, index: int) -> Trajectory:
-            name, seed = f"{source.id}@{step}-{index}", derive_seed(context.recipe.seed, stage.name, source.id)
+            name = f"{source.id}@{step}-{index}"
+            seed = derive_seed(derive_seed(context.recipe.seed, stage.name, source.id), step, index)
             async with gate:
-                played = await go_on(
-                    context.rollouts,
-                    source,
-                    step,
-                    trajectory_id=name,
-                    sampling=sampling,
-                    seed=derive_seed(seed, step, index),
-                )
+                played = await go_on(context.rollouts, source, step, trajectory_id=name, sampling=sampling, seed=seed)
             shown.advance(1)
             return played
 
+        each = range(stage.rollouts_per_step)
         for number, chunk in chunks.items():
-            wanted = [(t, step) for t in chunk for step in range(1, t.num_turns)]
+            wanted = [(t, step, index) for t in chunk for step in range(1, t.num_turns) for index in each]
             async with asyncio.TaskGroup() as group:
-                jobs = [
-                    group.create_task(one(t, step, index))
-                    for t, step in wanted
-                    for index in range(stage.rollouts_per_step)
-                ]
+                jobs = [group.create_task(one(*which)) for which in wanted]
             context.store.append(stage.name, number, [job.result() for job in jobs])

@@ -30,11 +30,8 @@ async def run_reward_model(context: RunContext, stage: RewardModelStage, index: 
     unit = "pairs" if in_pairs else "trajectories"
     collect: Callable[..., Any] = collect_pairs if in_pairs else collect_labelled
     training, held = split(context, stage, await collect(context, stage, source.state_dict()), unit)
-    model = RewardModel(
-        context.adapted(scalar_model(source), stage),
-        schedule=schedule(stage, len(training)),
-        **context.trainer_options(stage),
-    )
+    plan, options = schedule(stage, len(training)), context.trainer_options(stage)
+    model = RewardModel(context.adapted(scalar_model(source), stage), schedule=plan, **options)
     update, measure = (_pairs if in_pairs else _labels)(stage, model, held)
     facts = fit(
         context,

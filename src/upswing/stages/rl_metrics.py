@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from upswing.algo.advantage import has_signal
 from upswing.evals.summary import record_of
 from upswing.learn.rows import TrainRow
-from upswing.stages.text_signals import text_signals
+from upswing.stages.text_signals import mean, text_signals
 from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
 from upswing.verify.rubric import GATED, variance_shares
 
@@ -37,18 +37,18 @@ def batch_metrics(
     calls = sum(record.tool_calls for record in counted)
     errored, unscored = sum(record.outcome == Outcome.ERRORED for record in records), len(counted) - len(scored)
     values = {
-        "reward": _mean(scored),
-        "reward_std": _std(scored),
-        "sampled_tokens": _mean(record.sampled_tokens for record in counted),
-        "turns": _mean(record.turns for record in counted),
-        "tool_calls": _mean(record.tool_calls for record in counted),
+        "reward": mean(scored),
+        "reward_std": float(np.std(scored)) if scored else math.nan,
+        "sampled_tokens": mean([record.sampled_tokens for record in counted]),
+        "turns": mean([record.turns for record in counted]),
+        "tool_calls": mean([record.tool_calls for record in counted]),
         "invalid_call_frac": sum(record.invalid_calls for record in counted) / calls if calls else math.nan,
         "duplicate_call_frac": sum(record.duplicate_calls for record in counted) / calls if calls else math.nan,
-        "no_call_frac": _mean(record.tool_calls == 0 for record in counted),
-        "truncated_frac": _mean(record.outcome == Outcome.TRUNCATED for record in counted),
-        "max_turns_frac": _mean(record.stop_reason == StopReason.MAX_TURNS for record in counted),
-        "empty_frac": _mean(record.sampled_tokens <= EMPTY for record in counted),
-        "recovery": _mean(float(record.recovered) for record in counted if record.recovered is not None),
+        "no_call_frac": mean([record.tool_calls == 0 for record in counted]),
+        "truncated_frac": mean([record.outcome == Outcome.TRUNCATED for record in counted]),
+        "max_turns_frac": mean([record.stop_reason == StopReason.MAX_TURNS for record in counted]),
+        "empty_frac": mean([record.sampled_tokens <= EMPTY for record in counted]),
+        "recovery": mean([record.recovered for record in counted if record.recovered is not None]),
         "num_trajectories": len(played),
         "num_errored": errored,
         "num_unscored": unscored,
@@ -61,7 +61,7 @@ def batch_metrics(
     }
     for name in dict.fromkeys(name for record in counted for name in record.components):
         found = [record.components.get(name) for record in counted]
-        values[f"score_{name}"] = _mean(value for value in found if value is not None)
+        values[f"score_{name}"] = mean([value for value in found if value is not None])
     several = weights if weights is not None and len(weights) > 1 else {}
     shares = variance_shares([record.components for record in counted], several)
     return values | {f"variance_share_{name.removesuffix(GATED)}": share for name, share in shares.items()}
@@ -113,13 +113,3 @@ def early_warning(values: dict[str, float], truncated_limit: float, turn_tokens:
         remedy = "Use harder tasks." if easy else "Use easier tasks, a larger group_size, or run SFT first."
         return ("no group has a reward spread", evidence, remedy)
     return None
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = [float(value) for value in values]
-    return sum(found) / len(found) if found else math.nan
-
-
-def _std(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(_mean((value - mean) ** 2 for value in values)) if values else math.nan

@@ -59,12 +59,9 @@ def rewards_of(
     found = [reward_of(t, truncated) for t in trajectories]
     if judged is None:
         return found
-    fixed = [
-        math.isnan(own) or (truncated == "zero" and t.outcome is Outcome.TRUNCATED)
-        for own, t in zip(found, trajectories, strict=True)
-    ]
+    cut = [truncated == "zero" and t.outcome is Outcome.TRUNCATED for t in trajectories]
     new = [UNSCORED if value is None else value for value in judged]
-    return [own if keep else value for own, value, keep in zip(found, new, fixed, strict=True)]
+    return [own if zero or math.isnan(own) else value for own, value, zero in zip(found, new, cut, strict=True)]
 
 
 def make_batch(

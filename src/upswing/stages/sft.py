@@ -45,11 +45,16 @@ async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str,
     kept, validation = await _demonstrations(context, stage)
     per_epoch = -(-len(kept) // stage.batch_size)
     total = per_epoch * stage.epochs
+    model = context.adapted(context.source_model(context.recipe.source_of(index, stage.from_)), stage)
+    schedule = Schedule(kind=stage.schedule, warmup=int(stage.warmup_frac * total), total=total)
+    limit_s = stage.time_limit_s
+    if stage.time_limit_as is not None:  # as long as that stage's training was
+        limit_s = float(context.state.stages[stage.time_limit_as]["train_s"])
     training = _Training(
-        learner=_learner(context, stage, index, total),
+        learner=make_learner(model, schedule=schedule, **context.trainer_options(stage)),
         rows=sft_rows(kept),
         validation=sft_rows(validation),
-        limit_s=_limit_s(context, stage),
+        limit_s=limit_s,
         total=total,
     )
     if training.validation and stage.graduation.enabled:
@@ -88,19 +93,6 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
     context.store.append(stage.name, 0, kept)
     context.note(f"{stage.name}: {wanted} demonstrations kept, {len(rejected)} rejected below {stage.min_reward:g}")
     return kept[: stage.demonstrations], kept[stage.demonstrations :]
-
-
-def _learner(context: RunContext, stage: SftStage, index: int, total: int) -> Learner:
-    model = context.adapted(context.source_model(context.recipe.source_of(index, stage.from_)), stage)
-    schedule = Schedule(kind=stage.schedule, warmup=int(stage.warmup_frac * total), total=total)
-    return make_learner(model, schedule=schedule, **context.trainer_options(stage))
-
-
-def _limit_s(context: RunContext, stage: SftStage) -> float | None:
-    """The stage's time limit; that of another stage's training when `time_limit_as` names it."""
-    if stage.time_limit_as is None:
-        return stage.time_limit_s
-    return float(context.state.stages[stage.time_limit_as]["train_s"])
 
 
 def _batches(rows: Sequence[TrainRow], size: int, seed: int) -> Iterator[list[TrainRow]]:
