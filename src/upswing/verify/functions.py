@@ -151,7 +151,7 @@ def verifier_from(
         raise ConfigError(f"verifier '{label}' must be a function, got {type(function).__name__}")
     fields = _fields_of(function, args, label)
     gold = inspect.signature(function).parameters.get("gold")
-    needs = () if gold is None or gold.default is not gold.empty else ("gold",)
+    needs: tuple[str, ...] = () if gold is None or gold.default is not gold.empty else ("gold",)
     needs = NEEDS.get(given, needs) if isinstance(given, str) else needs
     return Verifier(
         name=label, function=function, fields=fields, options=args, timeout_s=timeout_s, inline=inline, needs=needs
