@@ -1,7 +1,7 @@
 """The failure lab: every failure mode provoked on purpose on a tiny agent, and what the monitor makes of it.
 
     python bench/failures.py [--quick] [--modes entropy_collapse ...] [--seeds 0 1 2 3 4] [--healthy 20] [--workers N]
-                             [--runs DIR]
+                             [--runs DIR] [--only signal_cost]
 
 Each mode has a recipe (`recipes/failures/`, and `recipes/hack.yaml` for reward hacking) that differs from a healthy
 twin by its cause alone. `train_inference_mismatch` is the exception: no recipe can bring it about, so the bench breaks
@@ -22,8 +22,10 @@ Harm is the earlier one of the two. A run that has neither is harmless: it count
 `false_alarms_per_run`: modes found at warning or above in a healthy run, mean.
 `kept_with_safeguards`: success in the last 5 steps with safeguards over that of the twin of the same seed; median over
 modes and seeds. A run that a safeguard stopped counts as it was then. `kept_without` (reported): the same without.
-`signal_cost`: seconds a healthy step takes with signals and detectors over seconds without (patched away), less 1; the
-two in turn, medians of steps. On so small a model this is an upper bound.
+`signal_cost`: seconds a healthy step takes with signals and detectors over seconds without (patched away), less 1. The
+same seed is run with and without in turn, so that both do the same work; the median over all steps of all turns
+(spread: of each turn's median). On so small a model this is an upper bound. `--only signal_cost` measures this alone;
+it needs a machine without other work.
 `llds`: the LLD recipe without LLDS and with llds_coef 0.2 and 1: change of the first turn's log-prob of good attempts
 (`delta_good_first`, mean over steps) and success at the end; reported.
 
@@ -59,6 +61,8 @@ RECIPES = ROOT / "recipes" / "failures"
 HEALTHY, LLD = "healthy.yaml", "likelihood_displacement"
 STRICT = ("verifiers=[strict_match, {name: exact_match, weight: 0}]", "sft.min_reward=0.0")
 """Makes hack.yaml healthy: the same demonstrations, rewarded strictly."""
+UNPAID = ("verifiers=[strict_match, {name: format, weight: 0}]",)
+"""Makes repeated_calls.yaml healthy: the same demonstrations, without a reward a call."""
 LLDS_COEFS = (0.2, 1.0)
 QUICK_MODES = ("advantage_collapse", "tool_call_collapse", "kl_explosion")
 WINDOW, LOST = 5, 0.1
@@ -81,6 +85,7 @@ class Mode:
 
 SPECIAL = {
     "reward_hacking": Mode(recipe="../hack.yaml", twin="../hack.yaml", twin_overrides=STRICT),
+    "repeated_calls": Mode(twin="repeated_calls.yaml", twin_overrides=UNPAID),
     "overfitting": Mode(success="eval_strict_match"),
     "control_token_collapse": Mode(by_gain=True),
     "train_inference_mismatch": Mode(recipe=HEALTHY, broken_engine=True),
@@ -280,7 +285,7 @@ def jobs_of(modes: Sequence[str], seeds: Sequence[int], healthy: int, more: tupl
             )
             jobs += [plain, replace(plain, arm="guarded", overrides=(*more, "rl.safeguards=auto"))]
             if mode.twin != HEALTHY:
-                jobs.append(Job(arm="twin", mode=name, seed=seed, recipe=mode.twin, overrides=mode.twin_overrides))
+                jobs.append(replace(plain, arm="twin", recipe=mode.twin, overrides=(*more, *mode.twin_overrides)))
             if name == LLD:
                 jobs += [replace(plain, arm=f"llds-{c:g}", overrides=(*more, f"rl.llds_coef={c}")) for c in LLDS_COEFS]
     return jobs
@@ -334,22 +339,26 @@ def without_monitor() -> Iterator[None]:
         yield
 
 
-def cost_figure(folder: Path, rounds: int, steps: int) -> Figure:
+def cost_figure(folder: Path, quick: bool) -> Figure:
     """The healthy recipe with and without the monitor, in turn."""
     _one_thread()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    rounds, steps = (2, 10) if quick else (4, 30)
+    seconds: dict[bool, list[list[float]]] = {True: [], False: []}
     for number in range(rounds):
         for watched in (True, False):
             with ExitStack() if watched else without_monitor():
                 more = (f"rl.steps={steps}", "rl.warmup_steps=0", "rl.eval_every=0", "rl.save_every=0")
-                job = Job(arm=f"cost-{watched}", mode="healthy", seed=number, recipe=HEALTHY, overrides=more)
+                job = Job(arm=f"cost-{watched}-{number}", mode="healthy", seed=0, recipe=HEALTHY, overrides=more)
                 play(job, folder)
             rows = (folder / job.name / "metrics.jsonl").read_text().splitlines()
             ended = [row["time"] for row in map(json.loads, rows) if row["stage"] == "rl"]
-            seconds[watched].append(statistics.median(b - a for a, b in itertools.pairwise(ended)))
-    ratios = [a / b - 1 for a, b in zip(seconds[True], seconds[False], strict=True)]
-    print(f"\na step takes {median(seconds[True]):.3f} s with the monitor and {median(seconds[False]):.3f} s without")
-    return Figure(statistics.median(ratios), 0.03, "lower", (min(ratios), max(ratios)))
+            seconds[watched].append([b - a for a, b in itertools.pairwise(ended)])
+            print(f"  {job.name}: {median(seconds[watched][-1]):.3f} s a step", flush=True)
+    more_s = [  # by round and step: both do the same work in the same step
+        [a / b - 1 for a, b in zip(on, off, strict=True)] for on, off in zip(seconds[True], seconds[False], strict=True)
+    ]
+    middles = [median(one) for one in more_s]
+    return Figure(median(list(itertools.chain(*more_s))), 0.03, "lower", (min(middles), max(middles)))
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -481,6 +490,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=None)
     parser.add_argument("--healthy", type=int, default=None, help="how many healthy runs (20)")
     parser.add_argument("--runs", type=Path, default=None, help="folder of the runs, kept and reused")
+    parser.add_argument("--only", choices=("signal_cost",), default=None, help="measure this figure alone")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="runs at the same time")
     args = parser.parse_args()
     try:
@@ -496,6 +506,9 @@ def main() -> int:
     more = ("rl.steps=30",) if args.quick else ()
     jobs = jobs_of(modes, seeds, healthy, more)
     print(describe_machine())
+    if args.only:
+        with tempfile.TemporaryDirectory() as scratch:
+            return finish("failures", args.quick, {"signal_cost": cost_figure(Path(scratch), args.quick)})
     print(f"{len(modes)} modes x {len(seeds)} seeds, {len(jobs)} runs, {args.workers} at a time", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.runs or Path(scratch)
@@ -507,7 +520,7 @@ def main() -> int:
             **detection_figures(outcomes),
             "false_alarms_per_run": false_alarms(runs),
             **kept_figures(outcomes),
-            "signal_cost": cost_figure(Path(scratch), 2 if args.quick else 4, 10 if args.quick else 30),
+            "signal_cost": cost_figure(Path(scratch), args.quick),
             **llds_figures(runs),
         }
     return finish("failures", args.quick, figures)

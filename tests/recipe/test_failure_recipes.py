@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import math
@@ -82,6 +83,10 @@ def test_every_mode_has_a_way_to_be_provoked() -> None:
     twin = bench.SPECIAL["reward_hacking"]
     strict = load_recipe(LAB / twin.twin, twin.twin_overrides)
     assert [(v.name, v.weight) for v in strict.verifiers] == [("strict_match", 1.0), ("exact_match", 0.0)]
+    twin = bench.mode_of("repeated_calls")
+    unpaid = load_recipe(LAB / twin.twin, twin.twin_overrides)
+    assert unpaid.verifiers == load_recipe(LAB / "healthy.yaml").verifiers
+    assert unpaid.stages == load_recipe(LAB / twin.recipe).stages
 
 
 # -- the lab's world ---------------------------------------------------------------------------------------------------
@@ -112,6 +117,27 @@ async def test_two_turns_answer_what_is_not_told_and_the_expert_needs_a_third_af
         assert seen.answer == task.gold[0]
         wrong = any(message.content == UNKNOWN for message in messages)
         assert len(said) == (1 if "told" in task.tags else 2 + wrong)
+
+
+async def test_an_expert_that_repeats_itself_does_so_after_a_call_that_told_and_still_answers() -> None:
+    import random
+
+    repeated = asked = 0
+    for number, task in enumerate(tasks(400)):
+        env = Desk(max_turns=3, expert_noise=0.5, guesses=0.0, repeats=0.3)
+        act, messages = env.expert(task, random.Random(number)), task.messages
+        seen, told = await env.reset(task, number), list[str]()
+        while not seen.done:
+            seen = await env.step(AssistantMessage(content=act(messages)))
+            messages = (*messages, *seen.messages)
+            told = [message.content for message in messages if message.role == "tool"]
+        assert seen.answer == task.gold[0]
+        if told and told[0] != UNKNOWN:
+            asked, repeated = asked + 1, repeated + (told == [task.gold[0]] * 2)
+            assert len(told) <= 2
+        else:
+            assert told in ([], [UNKNOWN, task.gold[0]])
+    assert 0.2 < repeated / asked < 0.4
 
 
 async def test_each_fault_is_in_its_own_world_only() -> None:
@@ -210,6 +236,30 @@ def test_figures_count_runs_without_harm_for_detection_only() -> None:
     }
     harmless = bench.detection_figures([outcome(lost=None)])
     assert harmless["detected"].value == 1.0 and harmless["median_lead"].value is None
+
+
+def test_the_cost_of_signals_is_told_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps differ, and the machine gets slower, by far more than signals cost: 2 %."""
+    played = []
+
+    def play(job: Any, folder: Path) -> None:
+        slower = 1.0 + len(played) // 2
+        played.append(job)
+        ends = itertools.accumulate(
+            slower * (1 + step % 4) * (1.02 if job.arm.startswith("cost-True") else 1.0) for step in range(20)
+        )
+        (folder / job.name).mkdir(parents=True)
+        rows = "".join(f'{{"stage": "rl", "time": {end}}}\n' for end in ends)
+        (folder / job.name / "metrics.jsonl").write_text(rows)
+
+    monkeypatch.setattr(bench, "play", play)
+    monkeypatch.setattr(bench, "_one_thread", lambda: None)
+    monkeypatch.setattr(bench, "without_monitor", contextlib.nullcontext)
+    figure = bench.cost_figure(tmp_path, quick=True)
+    assert figure.value == pytest.approx(0.02) and figure.target == 0.03 and figure.better == "lower"
+    assert figure.spread == pytest.approx((0.02, 0.02))
+    assert [job.arm.split("-")[1] for job in played] == ["True", "False"] * 2
+    assert len({(job.seed, job.recipe, job.overrides) for job in played}) == 1
 
 
 def run(arm: str, mode: str, values: tuple[float, ...], found: dict[str, int], **more: Any) -> Any:
