@@ -149,8 +149,8 @@ class QwenXmlParser(TaggedParser):
             at = _skip_space(text, close.end())
         end = self._end.match(text, at)
         if end is None:
-            close = f"</function>{CALL_CLOSE}"
-            turn.fail(f"<function={name[:40]}> is not closed with {close}, or holds more than parameters")
+            ends = f"</function>{CALL_CLOSE}"
+            turn.fail(f"<function={name[:40]}> is not closed with {ends}, or holds more than parameters")
             return at
         turn.add_call(name, {} if problem else arguments, problem)
         return end.end()

@@ -203,8 +203,8 @@ class Recipe(Section):
                 raise refuse(f"{key}.name", f"got '{stage.name}' twice; give each stage a name of its own")
             plain = all(letter.isalnum() or letter in "_-" for letter in stage.name)
             if stage.name in RESERVED_NAMES or stage.name.isdigit() or not plain:
-                allowed = f"letters, digits, _ and -, other than {', '.join(RESERVED_NAMES)}"
-                raise refuse(f"{key}.name", f"got '{stage.name}'; allowed: {allowed}")
+                these = f"letters, digits, _ and -, other than {', '.join(RESERVED_NAMES)}"
+                raise refuse(f"{key}.name", f"got '{stage.name}'; allowed: {these}")
             of = stage.of if isinstance(stage, EvalStage) else ()
             references = [("of", name) for name in of] or [("from", getattr(stage, "from_", ""))]
             others = {"time_limit_as": weights[1:], "reward_model": reward_models, "process_reward": process}

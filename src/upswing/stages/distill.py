@@ -12,7 +12,8 @@ from upswing.learn.learner import Learner
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
 from upswing.learn.schedule import Schedule
-from upswing.models.load import load_model, resolve_model
+from upswing.models.load import load_model
+from upswing.models.resolve import resolve_model
 from upswing.recipe import DistillStage, Recipe
 from upswing.recipe.models import NO_POLICY
 from upswing.stages.context import RunContext

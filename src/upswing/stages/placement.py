@@ -21,7 +21,7 @@ from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context, native_bf16
 from upswing.learn.sharded import decoder_layers
 from upswing.models.attention import use_upswing_attention
-from upswing.models.load import TINY, first_line, resolve_model
+from upswing.models.resolve import TINY, first_line, resolve_model
 from upswing.models.tiny import tiny_model
 from upswing.recipe import Recipe, RlStage
 from upswing.stages.preflight import learner_bytes, machine_bytes

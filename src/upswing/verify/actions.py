@@ -38,7 +38,7 @@ class ToolCalls(Options):
             raise ConfigError(f"high: got {self.high}; allowed: at least low ({self.low})")
 
     def __call__(self, data: Mapping[str, Any], tool_records: Sequence[ToolRecord]) -> float | Score:
-        wanted = data.get("calls")
+        wanted: Any = data.get("calls")
         listed = isinstance(wanted, Sequence) and not isinstance(wanted, str)
         if not listed or not all(isinstance(one, Mapping) and "name" in one for one in wanted):
             return unscored("the task's data has no 'calls', a list of {name, arguments}")
