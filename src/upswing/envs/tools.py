@@ -15,6 +15,7 @@ import inspect
 import json
 import re
 import time
+import types
 import typing
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -152,10 +153,9 @@ class Tool:
         default_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         limit_s = default_s if options.timeout_s is None else options.timeout_s
         replace(options, timeout_s=limit_s).check(called, f)
-        description, docs = _read_docstring(inspect.getdoc(target) or "")
-        if not description:
-            raise ConfigError(f"tool '{called}' has no docstring; its first lines tell the agent what it does")
-        parameters = _read_parameters(f, target, called, docs)
+        function = getattr(f, "__func__", f)
+        known = inspect.isfunction(function) and function.__closure__ is None  # what a closure holds is not kept alive
+        description, parameters = _read_once(function, f is not function, called) if known else _read(f, target, called)
         return cls(
             name=called,
             description=description,
@@ -257,6 +257,21 @@ def _usage_of(parameter: Parameter) -> str:
     schema = parameter.schema
     text = f"{parameter.name}: {'any of ' + str(schema['enum']) if 'enum' in schema else schema.get('type', 'any')}"
     return text if parameter.required else f"{text} = {json.dumps(schema.get('default'), ensure_ascii=False)}"
+
+
+def _read(f: Callable[..., Any], target: Callable[..., Any], tool: str) -> tuple[str, tuple[Parameter, ...]]:
+    """(description, parameters)."""
+    description, docs = _read_docstring(inspect.getdoc(target) or "")
+    if not description:
+        raise ConfigError(f"tool '{tool}' has no docstring; its first lines tell the agent what it does")
+    return description, _read_parameters(f, target, tool, docs)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_once(function: Callable[..., Any], bound: bool, tool: str) -> tuple[str, tuple[Parameter, ...]]:
+    """`_read`, kept: environments make their tools anew for every trajectory."""
+    f = types.MethodType(function, object()) if bound else function
+    return _read(f, f, tool)
 
 
 def _read_parameters(
