@@ -90,6 +90,22 @@ def finish(bench: str, quick: bool, figures: Mapping[str, Figure]) -> int:
     return 0 if all(figure.meets_target for figure in figures.values()) else 1
 
 
+def paired(name: str, a: Mapping[str, Any], b: Mapping[str, Any], metric: str = "strict_match") -> Any:
+    """`b` against `a` on the questions that both answered, by their evaluation summaries: the PairedResult (exact
+    McNemar, one greedy sample a question), printed under `name`."""
+    from upswing.evals.stats import paired_test
+
+    one, other = ({row["task_id"]: row["components"].get(metric) for row in summary["records"]} for summary in (a, b))
+    shared = sorted(task for task in one if None not in (one[task], other.get(task)))
+    found = paired_test([one[task] for task in shared], [other[task] for task in shared])
+    low, mean, high = (f"{100 * value:+.1f}" for value in (found.low, found.diff, found.high))
+    print(
+        f"{name}: {mean} points [{low}, {high}] on {found.n} questions, {found.only_b} won, {found.only_a} lost, "
+        f"p {found.p:.3g} ({found.test})"
+    )
+    return found
+
+
 def cannot_run(reason: str) -> int:
     """Say why and how to mend it -> exit status 2."""
     print(reason, file=sys.stderr)

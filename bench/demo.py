@@ -3,7 +3,8 @@
     python bench/demo.py [--quick] [--seeds 0 1 2] [--out runs/bench-demo]
 
 Each seed runs the recipe as `make demo` does, then an SFT control: more SFT over the same demonstrations, from the same
-SFT checkpoint, for as long as RL took, measured on the same test questions. `minutes` is the recipe's stages: what
+SFT checkpoint, for as long as RL took, measured on the same test questions. RL is tested against both by the exact
+McNemar test; of several seeds the largest p is given. `minutes` is the recipe's stages: what
 `make demo` takes once .venv and the model are there. A run that was stopped goes on where it was. `--quick`
 takes one seed and a few steps of RL, so its figures fall short.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import ROOT, Figure, cannot_run, describe_machine, finish
+from common import ROOT, Figure, cannot_run, describe_machine, finish, paired
 
 QUICK = ["rl.steps=2", "test.tasks=40", "sft.demonstrations=40"]
 CONTROL = "sft_control"
@@ -57,40 +59,22 @@ def points(entry: dict[str, Any], component: str = "strict_match") -> float:
     return 100 * float(entry["summary"]["components"][component]["mean"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, little training: at most 5 minutes")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-demo"))
-    args = parser.parse_args()
-    try:
-        from upswing.evals.stats import paired_test
-    except ImportError as error:
-        return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
-    print(describe_machine())
-    runs = [
-        run_seed(seed, args.out / ("quick" if args.quick else f"seed-{seed}"), args.quick)
-        for seed in (args.seeds[:1] if args.quick else args.seeds)
-    ]
+def figures_of(runs: Sequence[tuple[dict[str, Any], float]]) -> dict[str, Figure]:
+    """The figures of all seeds: medians with the range; of p-values the largest."""
 
-    def over_seeds(value: Any) -> list[float]:
-        return [value(entries) for entries, _ in runs]
-
-    def figure(value: Any, target: float | None = None, better: str = "higher") -> Figure:
-        values = over_seeds(value)
+    def figure(value: Callable[[dict[str, Any]], float], target: float | None = None, better: str = "higher") -> Figure:
+        values = [value(entries) for entries, _ in runs]
         return Figure(statistics.median(values), target, better, (min(values), max(values)))
 
-    def paired_p(entries: dict[str, Any]) -> float:
-        by_task = [
-            {r["task_id"]: r["components"]["strict_match"] for r in entries[label]["summary"]["records"]}
-            for label in ("sft", "rl")
+    def p_against(label: str, target: float | None = None) -> Figure:
+        values = [
+            paired(f"run {number}: rl against {label}", entries[label]["summary"], entries["rl"]["summary"]).p
+            for number, (entries, _) in enumerate(runs)
         ]
-        shared = sorted(by_task[0].keys() & by_task[1].keys())
-        return paired_test([by_task[0][i] for i in shared], [by_task[1][i] for i in shared]).p
+        return Figure(max(values), target, "lower", (min(values), max(values)))
 
-    minutes = [m for _, m in runs]
-    worst_p = max(over_seeds(paired_p))
-    figures = {
+    minutes = [spent for _, spent in runs]
+    return {
         "minutes": Figure(statistics.median(minutes), 15, "lower", (min(minutes), max(minutes))),
         "em_base": figure(lambda e: points(e["base"])),
         "em_sft": figure(lambda e: points(e["sft"])),
@@ -99,11 +83,28 @@ def main() -> int:
         "rl_minus_sft_points": figure(lambda e: points(e["rl"]) - points(e["sft"]), 20),
         # Strictly above 0: half of what one of 200 questions makes.
         "rl_minus_control_points": figure(lambda e: points(e["rl"]) - points(e[CONTROL]), 0.25),
-        "paired_p": Figure(worst_p, 0.01, "lower"),
+        "paired_p": p_against("sft", 0.01),
+        "control_paired_p": p_against(CONTROL),
         "eval_questions": figure(lambda e: float(e["rl"]["summary"]["num_tasks"]), 200),
         "lenient_minus_strict_points": figure(lambda e: points(e["rl"], "exact_match") - points(e["rl"]), 3, "lower"),
     }
-    return finish("demo", args.quick, figures)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, little training: at most 5 minutes")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-demo"))
+    args = parser.parse_args()
+    try:
+        print(describe_machine())
+        runs = [
+            run_seed(seed, args.out / ("quick" if args.quick else f"seed-{seed}"), args.quick)
+            for seed in (args.seeds[:1] if args.quick else args.seeds)
+        ]
+    except ImportError as error:
+        return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
+    return finish("demo", args.quick, figures_of(runs))
 
 
 if __name__ == "__main__":

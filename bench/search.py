@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import ROOT, Figure, cannot_run, describe_machine, finish
+from common import ROOT, Figure, cannot_run, describe_machine, finish, paired
 
 QUICK = ["sft.demonstrations=40", "sft.validation_demonstrations=8", "rl.steps=1", "rl.eval_every=0", "test.tasks=40"]
+
+
+CONTROL = "control"
+"""A stage of this name, if the run has one: as much more SFT as RL took. It is no part of the job's hours."""
 
 
 def quick_run(out: Path) -> Path:
@@ -46,7 +50,8 @@ def main() -> int:
         import tempfile
 
         args.run = quick_run(Path(tempfile.mkdtemp()) / "run")
-    entries = {e["label"]: e["summary"] for e in (read_json(args.run / RESULTS) or []) if e["stage"] == "test"}
+    found = [e for e in (read_json(args.run / RESULTS) or []) if e["split"] == "test" and e["mode"] == "greedy"]
+    entries = {e["label"]: e["summary"] for e in found if e["stage"] == "test" or e["label"] == CONTROL}
     state = (read_json(args.run / "state.json") or {}).get("stages", {})
     missing = [label for label in ("sft", "rl") if label not in entries]
     if missing:
@@ -59,7 +64,9 @@ def main() -> int:
     for kind, value in sorted(kinds.items(), key=lambda item: item[1]):
         print(f"  {kind}: {value:.1f} (n={rl['by_tag']['kind'][kind]['strict_match']['n']})")
     strict = points(rl["components"]["strict_match"])
-    seconds = sum(float(stage["wall_s"]) for stage in state.values())
+    stages = {"test"} | {e["stage"] for e in found if e["label"] != CONTROL}
+    beside = {CONTROL, *(e["stage"] for e in found)} - stages  # the control, and where it alone is measured
+    seconds = sum(float(stage["wall_s"]) for name, stage in state.items() if name not in beside)
 
     def rate(summary: dict[str, Any]) -> float | None:
         return summary["recovery"]["mean"] if summary["recovery"]["n"] else None
@@ -72,7 +79,16 @@ def main() -> int:
         "lenient_minus_strict_points": Figure(points(rl["components"]["exact_match"]) - strict, 3, "lower"),
         "recovery_rate_sft": Figure(rate(sft)),
         "recovery_rate_rl": Figure(rate(rl)),
+        "paired_p": Figure(paired("rl against sft", sft, rl).p, None, "lower"),
     }
+    if CONTROL in entries:
+        control = entries[CONTROL]
+        em = points(control["components"]["strict_match"])
+        figures |= {
+            "em_control": Figure(em),
+            "rl_minus_control_points": Figure(strict - em),
+            "control_paired_p": Figure(paired(f"rl against {CONTROL}", control, rl).p, None, "lower"),
+        }
     return finish("search", args.quick, figures)
 
 

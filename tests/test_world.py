@@ -108,7 +108,90 @@ def test_a_row_without_an_answer_is_named_by_file_and_line(echo: Path):
     (echo.parent / "t.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "anser": "d"}\n')
     message = refusal(echo, "dataset=t.jsonl", NO_SFT, "stages.0.eval_every=0")
     assert "t.jsonl:2" in message and "answer" in message
-    assert world(echo, "dataset={train: t.jsonl, answer_required: false}", NO_SFT, "stages.0.eval_every=0")
+    optional = "dataset={train: t.jsonl, answer_required: false}"
+    message = refusal(echo, optional, NO_SFT, "stages.0.eval_every=0")
+    assert "t.jsonl:2: task 't-1' has no gold (an accepted answer), which verifier 'exact_match' needs" in message
+    assert world(echo, optional, NO_SFT, "stages.0.eval_every=0", "verifiers=[format, {name: f1, weight: 0}]")
+    distill = "stages=[{stage: distill, steps: 1, teacher: tiny, eval_every: 0}]"  # its teacher judges
+    assert world(echo, optional, distill)
+
+
+CHECKS = """
+def needs(answer, gold):
+    return answer in gold
+
+def copes(answer, gold=()):
+    return answer in gold if gold else len(answer) > 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "missing"),
+    [
+        ("[strict_match]", ("gold", "strict_match")),
+        ("[format, {name: numeric, gate: true}]", ("gold", "numeric")),
+        ("[format, {name: f1, weight: 0, weight_from: 1, weight_steps: 5}]", ("gold", "f1")),
+        ("[check.py:needs]", ("gold", "needs")),
+        ("[tool_calls]", ("data.calls", "tool_calls")),
+        ("[state]", ("data.final_state", "state")),
+        ("[check.py:copes]", None),
+        ("[format, {name: strict_match, weight: 0}, {name: state, weight: 0}]", None),
+    ],
+)
+def test_a_task_without_what_the_reward_needs_is_named_before_a_model_is_needed(
+    echo: Path, verifiers: str, missing: tuple[str, str] | None
+):
+    (echo.parent / "check.py").write_text(CHECKS)
+    source = echo.parent / "echo_env.py"
+    # Only the third task of three has none.
+    text = source.read_text().replace('gold=(f"{self.word}-{seed}-{index}",)', "gold=('x',) * (index < 2)")
+    source.write_text(text)
+    changes = (NO_SFT, "stages.0.eval_every=0", f"verifiers={verifiers}")
+    if missing is None:
+        assert world(echo, *changes)
+        return
+    number = 2 if missing[0] == "gold" else 0
+    field = "gold (an accepted answer)" if number else missing[0]
+    message = refusal(echo, *changes)
+    assert f"stages.0: train task {number + 1} of 'echo_env.py:Echo': task 'train-{number}'" in message
+    assert f"has no {field}, which verifier '{missing[1]}' needs" in message
+
+
+@pytest.mark.parametrize("identity", ["{split}-{index}", "{split}-{index % 1}"])
+def test_an_id_may_come_again_with_the_same_task_only(echo: Path, identity: str):
+    """The stream is 0 1 0 1; with the second kind of ids, all four are called train-0."""
+    source = echo.parent / "echo_env.py"
+    text = source.read_text().replace(
+        "for index in range(", "for index in (0, 1, 0, 1) if split == 'train' else range("
+    )
+    source.write_text(text.replace("{split}-{index}", identity))
+    if "%" not in identity:
+        assert len(prompts(world(echo), "train", 0, 9)) == 4
+        return
+    message = refusal(echo)
+    assert "train tasks 1 and 2 are two problems with one id, 'train-0'" in message
+    assert "environment 'echo_env.py:Echo'" in message
+
+
+@pytest.mark.parametrize("env", ["lookup", "calculator", "grid", "memory", "sql", "web_shop", "wordle"])
+def test_the_streams_of_built_in_environments_keep_to_that(echo: Path, env: str):
+    assert world(echo, f"env={env}", "verifiers=[format]", NO_SFT)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return {}['lima']", "expert(task, rng) raised KeyError: 'lima' (echo_env.py:"),
+        ("yield 'look'", "expert(task, rng) gave generator; it gives a function"),
+        ("pass", "expert(task, rng) gave NoneType"),
+    ],
+)
+def test_an_expert_that_raises_or_gives_no_policy_is_one_line_and_says_where(echo: Path, body: str, words: str):
+    source = echo.parent / "echo_env.py"
+    head, mark, tail = source.read_text().partition("    def expert(self, task, rng):\n")
+    source.write_text(f"{head}{mark}        {body}\n\n{tail[tail.index('class Taskless') :]}")
+    message = refusal(echo)
+    assert message.startswith("stages.0: environment 'echo_env.py:Echo': ") and words in message
 
 
 def test_clashing_columns_are_refused(echo: Path):

@@ -5,21 +5,34 @@ from __future__ import annotations
 import itertools
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from upswing.envs import Environment, check_disjoint, environment_factory
-from upswing.envs.dataset import tasks_from
+from upswing.envs.dataset import problem_of, tasks_from
 from upswing.envs.pairs import read_pairs
 from upswing.errors import ConfigError, UpswingError
-from upswing.recipe import DatasetSection, EvalStage, PairStage, Recipe, RlBase, RlStage, SftStage, Stage
+from upswing.recipe import (
+    DatasetSection,
+    DistillStage,
+    EvalStage,
+    PairStage,
+    Recipe,
+    RlBase,
+    RlStage,
+    SftStage,
+    Stage,
+)
 from upswing.seeding import derive_seed
 from upswing.trajectory.types import Message, Task
 from upswing.verify import Rubric, rubric_from
 
 TaskStream = Callable[[str, int], Iterator[Task]]
 """`stream(split, seed)`: tasks of a split, the same for the same seed; `train` may be endless."""
+SAMPLE = 64
+"""So many of an environment's first tasks of a split are looked at before a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +50,33 @@ def build_world(recipe: Recipe) -> World:
     make_env = environment_factory(recipe.env.name, recipe.env.args)
     rubric = rubric_from(recipe.verifiers)
     if recipe.dataset is not None:
-        return World(make_env=make_env, rubric=rubric, tasks=dataset_stream(recipe.dataset, recipe.env.name))
-    try:
+        judged = {split for stage in recipe.stages for split in _judged(stage)}
+        return World(make_env=make_env, rubric=rubric, tasks=_dataset(recipe.dataset, recipe.env.name, rubric, judged))
+    with _in_one_line(recipe, "__init__", "env"):
         env = make_env()
-    except UpswingError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"env: {_raised(recipe.env.name, '__init__', error)}") from error
     return World(make_env=make_env, rubric=rubric, tasks=env.tasks)
 
 
-def _raised(name: str, what: str, error: Exception) -> str:
-    """What a user's own environment did, and where."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"environment '{name}': {what} raised {said} ({Path(at.filename).name}:{at.lineno})"
+@contextmanager
+def _in_one_line(recipe: Recipe, what: str, where: str) -> Iterator[None]:
+    """Whatever a user's own environment raises, as a ConfigError: what it was doing, and the place."""
+    try:
+        yield
+    except UpswingError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        place = f"{Path(at.filename).name}:{at.lineno}"
+        raise ConfigError(f"{where}: environment '{recipe.env.name}': {what} raised {said} ({place})") from error
 
 
-def dataset_stream(section: DatasetSection, env: str) -> TaskStream:
+def _dataset(section: DatasetSection, env: str, rubric: Rubric, judged: Container[str]) -> TaskStream:
     """The rows of a dataset as a stream.
 
     `train` is endless: pass after pass, each shuffled anew with the seed, or in the order of the file when `shuffle` is
-    false. Other splits come once, in the order of the file. Raises ConfigError for a bad row, for splits that overlap,
-    and (the stream does) for a split without a file.
+    false. Other splits come once, in the order of the file. Raises ConfigError for a bad row, one of a `judged` split
+    that lacks what the rubric needs, for splits that overlap, and (the stream does) for a split without a file.
     """
     paths = {"train": section.train, "dev": section.dev, "test": section.test}
     splits: Mapping[str, Sequence[Task]] = {
@@ -71,6 +88,7 @@ def dataset_stream(section: DatasetSection, env: str) -> TaskStream:
             columns=section.columns,
             answer_pattern=section.answer_pattern,
             name=section.name,
+            lacking=rubric.lacking if split in judged else lambda task: None,
         )
         for split, path in paths.items()
         if path is not None
@@ -96,15 +114,19 @@ def _passes(tasks: Sequence[Task], seed: int, shuffle: bool) -> Iterator[Task]:
 def preflight(recipe: Recipe) -> World:
     """`build_world`, and that there are the tasks and the expert that the stages need. Raises ConfigError."""
     world = build_world(recipe)
-    first: dict[str, Task] = {}
+    sampled: dict[str, list[Task]] = {}
     for index, stage in enumerate(recipe.stages):
         for split in splits_of(stage):
-            if split not in first:
-                first[split] = _first_task(world, recipe, split, f"stages.{index}")
+            if split not in sampled:
+                sampled[split] = _sample(world, recipe, split, f"stages.{index}")
+        for split in _judged(stage):
+            for number, task in enumerate(sampled[split], start=1):
+                if (missing := world.rubric.lacking(task)) is not None:
+                    raise ConfigError(f"stages.{index}: {split} task {number} of '{recipe.env.name}': {missing}")
         if isinstance(stage, PairStage) and stage.file is not None:
             read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
-            _check_expert(recipe, stage, first["train"], f"stages.{index}")
+            _check_expert(recipe, stage, sampled["train"][0], f"stages.{index}")
             world.rubric.check_group(1, f"stages.{index}: each demonstration is judged alone")
         if isinstance(stage, EvalStage):
             world.rubric.check_group(stage.samples, f"stages.{index}.samples")
@@ -130,33 +152,54 @@ def splits_of(stage: Stage) -> tuple[str, ...]:
     return ("train",)
 
 
-def _first_task(world: World, recipe: Recipe, split: str, where: str) -> Task:
-    try:
-        found = list(itertools.islice(world.tasks(split, recipe.seed), 1))
-    except NotImplementedError as problem:
-        raise ConfigError(f"env: {problem} (dataset.train: path of a JSON Lines file)") from None
-    except UpswingError:
-        raise
-    except Exception as error:  # whatever a user's own environment does
-        raise ConfigError(f"{where}: {_raised(recipe.env.name, f'tasks({split!r}, seed)', error)}") from error
+def _judged(stage: Stage) -> tuple[str, ...]:
+    """The splits whose trajectories a stage needs scores of: a distill stage learns from its teacher."""
+    return tuple(one for one in splits_of(stage) if one != "train" or not isinstance(stage, DistillStage))
+
+
+def _sample(world: World, recipe: Recipe, split: str, where: str) -> list[Task]:
+    """The first tasks of a split, at least one. Raises ConfigError for what is wrong with them."""
+    name = recipe.env.name
+    with _in_one_line(recipe, f"tasks({split!r}, seed)", where):
+        try:
+            found = list(itertools.islice(world.tasks(split, recipe.seed), SAMPLE))
+        except NotImplementedError as problem:
+            raise ConfigError(f"env: {problem} (dataset.train: path of a JSON Lines file)") from None
     if not found:
-        raise ConfigError(f"{where}: environment '{recipe.env.name}' has no {split} tasks")
-    if not isinstance(found[0], Task):
-        got = type(found[0]).__name__
-        raise ConfigError(f"{where}: environment '{recipe.env.name}' yields {got}; tasks() yields upswing.Task objects")
-    if not all(isinstance(message, Message) for message in found[0].messages):
-        raise ConfigError(
-            f"{where}: environment '{recipe.env.name}': the messages of task '{found[0].id}' aren't all "
-            'upswing.Message objects, as Message(role="user", content="...")'
-        )
-    return found[0]
+        raise ConfigError(f"{where}: environment '{name}' has no {split} tasks")
+    seen: dict[str, int] = {}
+    for number, task in enumerate(found, start=1):
+        if not isinstance(task, Task):
+            got = type(task).__name__
+            raise ConfigError(f"{where}: environment '{name}' yields {got}; tasks() yields upswing.Task objects")
+        if not all(isinstance(message, Message) for message in task.messages):
+            raise ConfigError(
+                f"{where}: environment '{name}': the messages of task '{task.id}' aren't all "
+                'upswing.Message objects, as Message(role="user", content="...")'
+            )
+        before = seen.setdefault(task.id, number)
+        other = found[before - 1]
+        if (problem_of(task), task.gold) != (problem_of(other), other.gold):
+            raise ConfigError(
+                f"{where}: environment '{name}': {split} tasks {before} and {number} are two problems with one id, "
+                f"'{task.id}'; an id may come again only with the same task"
+            )
+    return found
 
 
 def _check_expert(recipe: Recipe, stage: SftStage, task: Task, where: str) -> None:
-    try:
-        demonstration_env(recipe, stage)().expert(task, random.Random(0))
-    except NotImplementedError:
+    with _in_one_line(recipe, "__init__", f"{where}.env_args"):
+        env = demonstration_env(recipe, stage)()
+    with _in_one_line(recipe, "expert(task, rng)", where):
+        try:
+            policy = env.expert(task, random.Random(0))
+        except NotImplementedError:
+            raise ConfigError(
+                f"{where}: sft needs demonstrations, but environment '{recipe.env.name}' has no scripted expert; "
+                "give it an expert(task, rng) method, or leave the sft stage out"
+            ) from None
+    if not callable(policy):
         raise ConfigError(
-            f"{where}: sft needs demonstrations, but environment '{recipe.env.name}' has no scripted expert; "
-            "give it an expert(task, rng) method, or leave the sft stage out"
-        ) from None
+            f"{where}: environment '{recipe.env.name}': expert(task, rng) gave {type(policy).__name__}; it gives a "
+            "function: the messages so far in, the agent's next text out"
+        )

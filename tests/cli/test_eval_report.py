@@ -49,7 +49,10 @@ def test_a_run_without_checkpoints_is_its_base_model(run: Path):
 
 
 def test_what_eval_refuses(run: Path, echo: Path):
-    assert_refused(upswing("eval", "tiny"), "--recipe is needed")
+    assert_refused(upswing("eval", "tiny"), "--recipe is needed", "upswing eval tiny --recipe recipes/demo.yaml")
+    assert_refused(upswing("eval", "nothere"), "'nothere' is no run folder", "no model 'nothere'", "allowed: a folder")
+    assert_refused(upswing("eval", "runs/noe"), "'runs/noe' is no run folder", "did you mean 'runs/one'?")
+    assert_refused(upswing("eval", "tinny", "--recipe", echo), "no model 'tinny'", "did you mean 'tiny'?")
     assert_refused(upswing("eval", "tiny", "--recipe", echo, "--stage", "sft"), "--stage needs a run folder")
     assert_refused(upswing("eval", run, "--samples", "4"), "greedy samples are all alike")
     assert_refused(upswing("eval", run, "--split", "tset"), "did you mean 'test'?")

@@ -78,6 +78,46 @@ def test_a_missing_recipe_is_named_with_the_nearest(echo: Path, runs: Runs):
     assert_refused(upswing("ecko.yaml"), "did you mean 'echo.yaml'?")
 
 
+def test_a_folder_that_is_no_run_is_refused_with_the_recipes_in_it(echo: Path, runs: Runs):
+    Path("empty").mkdir()
+    assert_refused(
+        upswing("empty"), "'empty' is a folder, but no run folder (no recipe.yaml in it); give a recipe file"
+    )
+    assert_refused(upswing("."), "recipes in it: echo.yaml")
+
+
+def test_a_recipe_that_is_refused_later_leaves_no_folder(echo: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    def refuse(recipe: Recipe, out: Path, **options: Any) -> None:
+        raise ModelNotFound("not on the hub")
+
+    monkeypatch.setattr(sys.modules["upswing.stages.runner"], "run_recipe", refuse)
+    Path("mine").mkdir()
+    assert_refused(upswing(echo, "--out", "o"), "not on the hub")
+    assert_refused(upswing(echo, "--out", "mine"), "not on the hub")
+    assert not Path("o").exists() and Path("mine").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["run", "echo.yaml", "model=smolm2-135m"], "did you mean 'smollm2-135m'?"),
+        (["run", "echo.yaml", "model=./gone"], "no model './gone'"),
+        (["run", "echo.yaml", "model=fake.gguf"], "not a readable GGUF file"),
+        (["eval", "gone", "--recipe", "echo.yaml"], "no model 'gone'"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_torch_is_loaded(echo: Path, command: list[str], words: str):
+    Path("fake.gguf").write_text("no model")
+    code = (
+        "import sys; from upswing.cli.main import main; sys.argv = ['upswing', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "finally: print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "[]\n") and words in done.stderr
+    assert done.stderr.count("\n") == 1 and not Path("runs").exists()
+
+
 def test_a_folder_in_use_is_refused_without_resume(echo: Path, runs: Runs):
     upswing(echo, "--out", "o")
     assert_refused(upswing(echo, "--out", "o"), "isn't empty", "--resume")

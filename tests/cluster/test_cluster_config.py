@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import sys
 from contextlib import nullcontext
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.learn.helpers import row, tiny
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
@@ -18,12 +22,15 @@ from upswing.cli.main import app
 from upswing.cluster import actors
 from upswing.cluster.actors import check_room, connect, room_here
 from upswing.cluster.engines import RayEngines, Received
+from upswing.engine.base import Completion, EngineStats, FinishReason, Sampling
 from upswing.errors import ConfigError
+from upswing.learn import Learner
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context
 from upswing.models.attention import use_upswing_attention
 from upswing.recipe import ClusterSection, check_same, load_recipe
 from upswing.stages.placement import _fits, _sized, _weight_bytes, _whole_bytes, plan
+from upswing.stages.preflight import learner_bytes
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
@@ -128,7 +135,7 @@ class FakeRay:
         RayError = RayTaskError = UnserializableException = KeyError
 
     put = staticmethod(lambda array: array)
-    kill = staticmethod(lambda actor: None)
+    kill = staticmethod(lambda actor: actor.killed.set())
 
     def __init__(self) -> None:
         self.ended = 0
@@ -156,20 +163,32 @@ class Method:
 
 
 class FakeEngine:
-    """Has weights that it can hang over."""
+    """Samples its own number, slowly. One that hangs only begins."""
 
-    def __init__(self, hangs: bool, dtype: torch.dtype) -> None:
+    def __init__(self, number: int, hangs: bool, dtype: torch.dtype) -> None:
         self.given: list[tuple[dict[str, torch.Tensor], int]] = []
+        self.killed = asyncio.Event()
+
+        async def answer() -> None:
+            if hangs:
+                await self.killed.wait()
+                raise OSError("it was killed")
 
         async def load(weights: dict[str, Any], version: int) -> None:
-            if hangs:
-                await asyncio.Event().wait()
+            await answer()
             self.given.append((dict(Received(weights)), version))
+
+        async def generate(*args: Any) -> tuple[Completion, EngineStats]:
+            await answer()
+            await asyncio.sleep(0.3)
+            done = {"tokens": (number,), "engine_logprobs": (0.0,), "policy_version": (0,)}
+            return Completion(**done, finish_reason=FinishReason.LENGTH), EngineStats()
 
         async def begin() -> dict[str, Any]:
             return {"kv_tokens": 10, "max_request": 5, "weights": dtype}
 
-        self.load, self.begin = Method(load), Method(begin)
+        for method in (answer, load, generate, begin):
+            setattr(self, method.__name__, Method(method))
 
 
 def at_once(answer: Any) -> Any:
@@ -186,7 +205,7 @@ class FakeCluster(actors.Cluster):
         self.section, self.ray, self.closed = ClusterSection(kind="ray", engines=engines), FakeRay(), 0
         self._gone, self._why, self.warned = asyncio.Event(), "", list[str]()
         self.warn = self.warned.append
-        self.made = [FakeEngine(number < bad, dtypes[number % len(dtypes)]) for number in range(engines + 1)]
+        self.made = [FakeEngine(n, n < bad, dtypes[n % len(dtypes)]) for n in range(engines + 1)]
         self.left = iter(self.made)
 
     def start(self, kind: type, place: int, *args: Any) -> Any:
@@ -219,6 +238,7 @@ def test_weights_are_sent_as_engines_hold_them(held: tuple[torch.dtype, ...]) ->
     weights = {"a": torch.randn(7, 3).T, "b": torch.tensor(1 / 3), "c": torch.tensor([torch.inf, torch.nan, 1e-40])}
     asyncio.run(engines.update_weights(weights, 1))
     wide = torch.float32 in held
+    assert engines.stats.weight_bytes == (4 if wide else 2) * (7 * 3 + 1 + 3), "once, for however many engines"
     assert {name: array.nbytes for name, array in engines._weights.items()} == {
         name: tensor.numel() * (4 if wide else 2) for name, tensor in weights.items()
     }
@@ -231,7 +251,7 @@ def test_weights_are_sent_as_engines_hold_them(held: tuple[torch.dtype, ...]) ->
 
 
 async def test_an_engine_that_hangs_over_weights_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upswing.cluster.engines.LOAD_S", 0.1)
+    monkeypatch.setattr("upswing.cluster.engines.START_S", 0.1)
     cluster = FakeCluster(2, 1, torch.float32)
     engines = RayEngines(cluster, "tiny")
     await engines.update_weights({"a": torch.ones(2)}, 7)
@@ -244,6 +264,37 @@ async def test_an_engine_that_hangs_over_weights_is_replaced(monkeypatch: pytest
     await engines.close()
     engines.pool.lose(engines.pool.members[1], cluster.made[1], "closed")
     assert cluster.closed == 1 and engines.pool.members[1].task is None, "nobody is replaced after the end"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_an_engine_that_hangs_over_a_request_is_replaced(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only takes longer than the deadline for a sign of life isn't."""
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
+    monkeypatch.setattr(actors, "BEAT_S", 0.01)
+    cluster = FakeCluster(1, int(hangs), torch.float32)
+    engines = RayEngines(cluster, "tiny", turn_timeout_s=0.2)
+    done = await asyncio.wait_for(engines.generate([1], Sampling(max_tokens=1)), 5)
+    assert done.tokens == (int(hangs),)
+    assert cluster.warned == ["engine 1 of 1 is replaced: it has not answered for 0.1 s"] * hangs
+    watch = engines.pool.members[0].watch
+    await asyncio.wait_for(asyncio.wait([watch]), 5)
+    await engines.close()
+
+
+async def test_a_replacement_that_never_starts_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
+    monkeypatch.setattr(actors, "START_S", 0.05)
+    monkeypatch.setattr(actors, "DEATHS", 2)
+    cluster = FakeCluster(1, 1, torch.float32)
+    engines = RayEngines(cluster, "tiny", turn_timeout_s=0.1)
+    for late in (spare := [FakeEngine(9, True, torch.float32) for _ in range(2)]):
+        late.begin = late.answer
+    cluster.left = iter(spare)
+    waits = asyncio.ensure_future(engines.generate([1], Sampling(max_tokens=1)))
+    await asyncio.wait_for(cluster._gone.wait(), 5)
+    assert cluster._why == "no engine stays alive (the last: it took longer than 0.05 s to start)"
+    waits.cancel()
+    await engines.close()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -274,6 +325,44 @@ def test_weights_of_a_plan_are_those_of_the_run(tmp_path: Path) -> None:
         )
         layer = products / layers + 2 * hidden
         assert _whole_bytes(model) == 4 * (3 * layer + 2 * (vocab * hidden + head + hidden))
+
+
+def most_held(work: Any, sizes: set[int]) -> int:
+    """Bytes that `work` has allocated at once in tensors of these sizes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    found: list[tuple[int, int]] = []
+    left = list(seen.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation and abs(event.extra_fields.alloc_size) in sizes:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(itertools.accumulate((size for _, size in sorted(found)), initial=0))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_weights_in_16_bits_are_what_an_update_holds(tied: bool, recomputed: bool) -> None:
+    """Of two packs, so that all gradients are there beside them; in float32 there are none."""
+    changes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
+    changes["num_key_value_heads"] = 1  # so that no tensor in 32 bits has the size of one of these
+    model = tiny(tie_word_embeddings=tied, **changes)
+    model.get_input_embeddings().padding_idx = None  # as in load_model
+    one = load_recipe(TINY, [f"rl.gradient_checkpointing={str(recomputed).lower()}"])
+    learner = Learner(
+        model, lr=1e-3, compute_dtype=torch.bfloat16, gradient_checkpointing=recomputed, max_tokens_per_pack=30
+    )
+    rows = [row(range(3, 15), range(4, 12), advantage=float(-((-1) ** i)), group=i // 2) for i in range(4)]
+    matrices = {p.numel() for p in model.parameters() if p.ndim == 2}
+    held = most_held(lambda: learner.rl_update(rows), {2 * count for count in matrices})
+    said = {
+        dtype: learner_bytes(one, one.stages[1], model, Fits(), dtype, "cpu")["weights in 16 bits"]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert said[torch.float32] == 0
+    # A matrix' gradient is in 16 bits before it is added up, so one or two more are there.
+    assert said[torch.bfloat16] * 0.98 < held < said[torch.bfloat16] + 2 * 2 * max(matrices)
 
 
 def models() -> dict[str, tuple[Any, Any]]:

@@ -147,6 +147,20 @@ async def test_requests_of_a_killed_engine_are_sampled_again(engines: tuple[RayE
         engine.pool.members[1].up = True
 
 
+async def test_requests_of_an_engine_that_hangs_are_sampled_again(engines: tuple[RayEngines, list[str]]) -> None:
+    engine, warned = engines
+    reference = local()
+    await reference.update_weights(other_weights(), 3)
+    victim, engine.pool._patience_s = engine.pool.members[0], 5.0
+    victim.actor.__ray_call__.remote(lambda self: time.sleep(3600))  # in its event loop
+    assert_same(await sampled(engine, 8, 20), await sampled(reference, 8, 20), 3)
+    assert warned[-1] == "engine 1 of 2 is replaced: it has not answered for 5 s"
+    await asyncio.wait_for(victim.task or asyncio.sleep(0), 120)
+    assert victim.up
+    for number in range(8):
+        engine.release(f"s{number}")
+
+
 # -- environments -----------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +220,14 @@ async def test_a_worker_that_dies_breaks_what_it_played_and_is_replaced(tmp_path
     ended = await asyncio.gather(*(played(workers.make_env()) for _ in range(4)), return_exceptions=True)
     lost = [end for end in ended if not isinstance(end, dict)]
     assert all(isinstance(end, EnvironmentBroken) and "worker died" in str(end) for end in lost) and len(lost) == 2
+    assert all(await asyncio.gather(*(played(workers.make_env()) for _ in range(4))))
+    await asyncio.gather(*(member.task for member in workers.pool.members if member.task is not None))
+    workers.pool._patience_s = 5.0
+    hung = workers.pool.members[0].actor.__ray_call__.remote(lambda self: time.sleep(3600))
+    ended = await asyncio.gather(*(played(workers.make_env()) for _ in range(4)), return_exceptions=True)
+    lost = [end for end in ended if not isinstance(end, dict)]
+    assert all(isinstance(end, EnvironmentBroken) and "worker died" in str(end) for end in lost) and lost
+    assert warned[-1] == "env worker 1 of 2 is replaced: it has not answered for 5 s" and hung
     assert all(await asyncio.gather(*(played(workers.make_env()) for _ in range(4))))
     trajectory = Trajectory(
         id="t", task=task, branches=(), messages=(Message(role="assistant", content="b"),),

@@ -121,7 +121,10 @@ async def test_tied_weights_are_given_under_both_names(engine: HttpEngine, serve
     (written,) = tmp_path.glob("*/2/model.safetensors")
     assert torch.equal(load_file(written)["lm_head.weight"], tied["model.embed_tokens.weight"])
     both = {**tied, "lm_head.weight": tied["model.embed_tokens.weight"]}  # one tensor under two names
+    sizes = [engine.stats.weight_bytes]
+    assert sizes[0] == sum(tensor.nbytes for tensor in load_file(written).values()), "as it was written"
     await engine.update_weights(both, 3)
+    assert engine.stats.weight_bytes == 2 * sizes[0]
 
 
 @only(*SERVERS)
@@ -201,6 +204,9 @@ def test_a_recipe_trains(served: Served, tmp_path: Path) -> None:
     run_recipe(one, tmp_path / "run", log=Progress(quiet=True))
     rows = MetricsLog(tmp_path / "run").read("rl")
     assert len(rows) == 2 and all(row["mismatch_abs"] < 1e-3 for row in rows)
+    first = served.server.first
+    whole = sum(p.nbytes for p in {**first, "lm_head.weight": first["model.embed_tokens.weight"]}.values())
+    assert [row["sync_gb"] for row in rows] == pytest.approx([whole / 1e9] * 2)
     stored = [s.trajectory for s in TrajectoryStore(tmp_path / "run/trajectories").read("rl")]
     versions = {int(b.policy_version[b.sampled].min()) for t in stored for b in t.branches if b.sampled.any()}
     assert len(versions) == 2, "both steps sampled with the same weights"

@@ -119,8 +119,10 @@ async def test_adapters_are_swapped_under_completions_that_end_with_their_own(
     running = asyncio.ensure_future(found.generate(PROMPT, Sampling(max_tokens=50, seed=1)))
     while server.running == begun:
         await asyncio.sleep(0.001)
-    second = changed(model, 2)
+    second, before = changed(model, 2), found.stats.weight_bytes
     await found.update_weights(Trained(model, frozen), 6)
+    update = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" in name)
+    assert update < found.stats.weight_bytes - before < update + 10_000, "not the weights below it"
     assert not running.done() and found.version == 6
     await sampled(found, second, 6)
     ended = await running

@@ -1,13 +1,18 @@
 """Updates against plain autograd on the unpacked model, and what must not change them."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from upswing.algo import AGGREGATIONS, token_weights
+from upswing.engine.base import Sampling
+from upswing.engine.torch import TorchEngine
 from upswing.errors import ConfigError
 from upswing.learn import Learner, RLOptions, frozen_copy
 from upswing.learn.rows import flatten
@@ -248,6 +253,51 @@ def test_modes_are_restored_also_after_an_exception(monkeypatch):
         with pytest.raises(RuntimeError, match="boom"):
             phase(rows)
         assert [m.training for m in learner.model.modules()] == before
+
+
+LAST_STEP = """
+import sys, torch
+from tests.learn.helpers import random_rows, tiny
+from tests.learn.test_learner import Recorder
+torch.set_num_threads(1)
+learner = Recorder(tiny(seed=5), gradient_checkpointing=True)
+learner.load(sys.argv[1])
+learner.rl_update(random_rows())
+torch.save(learner.steps[-1], sys.argv[2])
+"""
+
+
+async def test_the_last_of_a_sequence_of_phases_has_the_gradient_of_a_fresh_process(tmp_path):
+    """DROP-02, its own sequence: train, rollout, score old, loss step, evaluate, loss step."""
+    rows, learner = random_rows(), Recorder(tiny(), gradient_checkpointing=True)
+    learner.model.train()
+    engine = TorchEngine.from_model(learner.model, dtype=torch.float32, device="cpu")
+
+    def in_training_mode():
+        return all(module.training for module in learner.model.modules())
+
+    async def rollout(prompt):
+        await engine.update_weights(learner.weights(), learner.version)
+        await engine.generate(prompt, Sampling(max_tokens=4))
+
+    await rollout([1, 5, 7])
+    assert in_training_mode()
+    old = learner.logprobs(rows)
+    assert in_training_mode()
+    first = learner.rl_update(rows, old=old)
+    assert in_training_mode() and first.num_tokens_recomputed > 0
+    await rollout([1, 5, 9])  # evaluate, and the loss that an evaluation may be
+    learner.sft_loss(rows)
+    with pytest.raises(ValueError):
+        await rollout([])
+    await engine.close()
+    assert in_training_mode()
+    learner.save(tmp_path / "before")
+    last = learner.rl_update(rows)
+    assert in_training_mode() and last.num_tokens_recomputed > 0
+    command = [sys.executable, "-c", LAST_STEP, tmp_path / "before", tmp_path / "gradient.pt"]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    assert_same_gradients(learner.steps[-1], torch.load(tmp_path / "gradient.pt"), atol=0)
 
 
 def test_scoring_between_updates_changes_nothing():

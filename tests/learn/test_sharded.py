@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 from tests.stages.test_algorithms import recipe
 
-from upswing.cli.run import check_ranks
 from upswing.errors import ConfigError, UpswingError
 from upswing.learn import Learner, frozen_copy
 from upswing.learn.lora import add_lora, trained
@@ -28,6 +27,7 @@ from upswing.learn.sharded import ShardedLearner, _full, _order
 from upswing.learn.sharded_ranks import Ranks
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
+from upswing.recipe import ClusterSection
 from upswing.stages.runner import run_recipe
 
 from .helpers import random_rows, row, tiny
@@ -378,10 +378,27 @@ def test_a_run_goes_on_after_a_rank_was_killed(folder, plain):
     [({"algorithm": "ppo"}, "stages.rl.critic"), ({"gradient_checkpointing": 2.0}, "stages.rl.gradient_checkpointing"),
      ({"lora": {"r": 4}}, "stages.rl.lora")],
 )  # fmt: skip
-def test_what_a_recipe_may_ask_of_several_ranks(changes, key):
-    check_ranks(recipe({}))
+def test_what_a_recipe_may_ask_of_several_ranks(changes, key, tmp_path, monkeypatch):
+    """Of torchrun's and of the cluster's, from Python as from the command line, and before anything is written."""
+
+    class Passed(Exception): ...
+
+    def passed(*args, **options):
+        raise Passed
+
+    monkeypatch.setattr("upswing.stages.runner.resolve_model", passed)  # what is looked at next
+    out, one = tmp_path / "run", recipe(changes)
+    with pytest.raises(Passed):
+        run_recipe(one, out)
     with pytest.raises(ConfigError, match=key):
-        check_ranks(recipe(changes))
+        run_recipe(one.model_copy(update={"cluster": ClusterSection(kind="ray", learners=2)}), out)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=key):
+        run_recipe(one, out)
+    with pytest.raises(Passed):
+        run_recipe(recipe({}), out)
+    assert not out.exists()
 
 
 def test_what_works_on_one_rank_only():

@@ -5,20 +5,25 @@ import json
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import httpx2
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import hf_raise_for_status
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
 from upswing.errors import ConfigError, ModelNotFound
-from upswing.models import load as load_module
+from upswing.models import gguf as gguf_module
 from upswing.models import wheel as wheel_module
 from upswing.models.gguf import convert_gguf
-from upswing.models.load import LoadedModel, load_model, resolve_model, stop_token_ids
+from upswing.models.load import LoadedModel, load_model, stop_token_ids
+from upswing.models.resolve import resolve_model
 from upswing.models.tiny import tiny_model, tiny_tokenizer
 
 
@@ -69,13 +74,50 @@ def test_folder_keeps_weights_and_tokenizer(folder: Path) -> None:
         ("weights.gguf", "no model 'weights.gguf'"),
         ("..", "without config.json"),
         ("my-model/config.json", "is a file"),
-        ("nobody/nothing-here", "HF_HUB_OFFLINE"),
+        ("nobody/nothing-here", "HF_HUB_OFFLINE is set; unset it, or give a folder"),
+        ("fake.gguf", "not a readable GGUF file: it begins with b'<htm'"),
     ],
 )
 def test_wrong_names_get_one_clear_line(folder: Path, spec: str, message: str) -> None:
-    with pytest.raises(ModelNotFound, match=message) as caught:
-        resolve_model(spec)
-    assert "\n" not in str(caught.value)
+    Path("fake.gguf").write_text("<html>404</html>")
+    for download in (True, False) if spec != "nobody/nothing-here" else (True,):
+        with pytest.raises(ModelNotFound, match=message) as caught:
+            resolve_model(spec, download=download)
+        assert "\n" not in str(caught.value)
+
+
+def answer(status: int, code: str = "") -> Callable[..., None]:
+    """A hub that answers so; it is asked over HTTP."""
+
+    def info(self: HfApi, model: str, timeout: float) -> None:
+        request = httpx2.Request("GET", f"https://huggingface.co/api/models/{model}")
+        hf_raise_for_status(httpx2.Response(status, request=request, headers={"X-Error-Code": code}))
+
+    return info
+
+
+def nowhere(self: HfApi, model: str, timeout: float) -> None:
+    raise httpx2.ConnectError("[Errno -2] Name or service not known\nsecond line")
+
+
+@pytest.mark.parametrize(
+    ("hub", "words"),
+    [
+        (nowhere, ["Name or service not known; try again with a connection", "HF_ENDPOINT", "give a folder"]),
+        (answer(503), ["could not be fetched from the hub", "503", "give a folder"]),
+        (answer(404, "RepoNotFound"), ["the hub has no model 'owner/nmae', or it is private (then set HF_TOKEN)"]),
+        (answer(403, "GatedRepo"), ["asks for consent", "https://huggingface.co/owner/nmae"]),
+    ],
+)
+def test_what_the_hub_says_is_one_line_with_what_to_do(
+    hub: Callable[..., None], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", hub)
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model("owner/nmae")
+    text = str(caught.value)
+    assert "\n" not in text and "'owner/nmae'" in text and all(word in text for word in words), text
 
 
 def test_folder_of_models_names_the_last_one(folder: Path) -> None:
@@ -90,8 +132,8 @@ def test_checking_a_name_fetches_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*args: object) -> None:
         raise AssertionError("fetched or converted")
 
-    monkeypatch.setattr(load_module, "convert_from_wheel", refuse)
-    monkeypatch.setattr(load_module, "convert_gguf", refuse)
+    monkeypatch.setattr(wheel_module, "convert_from_wheel", refuse)
+    monkeypatch.setattr(gguf_module, "convert_gguf", refuse)
     assert resolve_model("smollm2-135m", download=False) == tmp_path / "cache" / "models" / "smollm2-135m"
     resolve_model("owner/name", download=False)
     with pytest.raises(ModelNotFound):
@@ -238,7 +280,7 @@ def same_as_tiny(loaded: LoadedModel) -> None:
 def test_gguf_file_is_converted_once_and_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny-f32.gguf")
     same_as_tiny(load_model(str(tmp_path / "tiny-f32.gguf")))
-    monkeypatch.setattr(load_module, "convert_gguf", lambda *args: pytest.fail("converted twice"))
+    monkeypatch.setattr(gguf_module, "convert_gguf", lambda *args: pytest.fail("converted twice"))
     again = load_model(str(tmp_path / "tiny-f32.gguf"))
     assert [child.name for child in (tmp_path / "cache" / "models").iterdir()] == [again.path.name]
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from upswing.engine.weights import compute_dtype
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.errors import ConfigError
 from upswing.learn.learner import Learner
+from upswing.models.load import load_model
 from upswing.recipe import Recipe, recipe_from
 from upswing.trajectory.store import TrajectoryStore
 
@@ -48,6 +51,8 @@ def learned(out: Path) -> list[tuple[int, Any]]:
 
 def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(tmp_path: Path) -> None:
     rows = run(slow({"steps": 8, "max_staleness": 2}), tmp_path / "run")
+    held = sum(p.numel() for p in load_model("tiny").model.parameters()) * compute_dtype(torch.device("cpu")).itemsize
+    assert [row["sync_gb"] for row in rows] == pytest.approx([held / 1e9] * 8), "each update goes once"
     assert all(row["staleness_max"] <= 2 for row in rows)
     assert any(row["staleness_max"] > 0 for row in rows), "nothing was sampled ahead"
     for row in rows:

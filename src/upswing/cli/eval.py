@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from upswing.cli.common import Overrides, Quiet, Split, UnsafeLocal, is_run_folder, recipe_of, user_command
-from upswing.errors import ConfigError, did_you_mean
+from upswing.errors import ConfigError, ModelNotFound, did_you_mean
+from upswing.models.resolve import resolve_model
 from upswing.recipe import Recipe, recipe_from
 from upswing.recipe.models import NO_POLICY
 
@@ -33,8 +34,8 @@ def eval_command(
 ) -> None:
     """Measure checkpoints on the same tasks: exact match and F1 with intervals, turns, tool calls; paired tests."""
     run = Path(target) if is_run_folder(Path(target)) else None
-    if run is None and recipe is None:
-        raise ConfigError(f"'{target}' isn't a run folder, so --recipe is needed: it names the environment")
+    if run is None:
+        _check_model(target, recipe)
     base = recipe_of(recipe or Path(target), overrides, unsafe_local=unsafe_local)
     models = checkpoints_of(run, base, stage or []) if run else {target: target}
     if run is None and stage:
@@ -49,6 +50,22 @@ def eval_command(
     entries = _measure(config, models, settings, quiet)
     if out is not None:
         out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_model(target: str, recipe: Path | None) -> None:
+    """Raises ConfigError for what is neither a run nor a model, before torch takes its seconds, and for a model without
+    a recipe."""
+    try:
+        resolve_model(target, download=False)
+    except ModelNotFound as problem:
+        folders = (Path(target).parent, Path("runs"))
+        near = did_you_mean(target, {str(path.parent) for folder in folders for path in folder.glob("*/recipe.yaml")})
+        raise ConfigError(f"'{target}' is no run folder (it has no recipe.yaml), and {problem}{near}") from None
+    if recipe is None:
+        raise ConfigError(
+            f"'{target}' isn't a run folder, so it is taken for a model, and --recipe is needed: it names the "
+            f"environment, as in upswing eval {target} --recipe recipes/demo.yaml"
+        )
 
 
 def checkpoints_of(run: Path, recipe: Recipe, wanted: list[str]) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,8 @@ import typer
 
 from upswing.cli.common import Overrides, Quiet, UnsafeLocal, is_run_folder, one_line_errors, recipe_of
 from upswing.errors import ConfigError
-from upswing.recipe import EvalStage, Recipe, RlStage, SftStage, check_same, load_recipe
+from upswing.models.resolve import resolve_model
+from upswing.recipe import Recipe, check_same, load_recipe
 
 
 def run_command(
@@ -45,8 +47,9 @@ def run_command(
             return
         placed = {"kind": cluster or (ray_address and "ray"), "address": ray_address}
         more = [f"cluster.{key}={json.dumps(value)}" for key, value in placed.items() if value]
+        check_recipe_path(recipe)
         config = recipe_of(recipe, [*(overrides or []), *more], unsafe_local=unsafe_local)
-        check_ranks(config, several)
+        resolve_model(config.model, download=False)  # here, before torch takes its seconds
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
 
@@ -56,18 +59,32 @@ def run_command(
         from upswing.monitor.progress import Progress
         from upswing.stages.runner import run_recipe
 
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise ConfigError(f"--out: can't make the folder '{folder}' ({problem.strerror})") from None
-        started.append(folder)
-        around: AbstractContextManager[None] = nullcontext()
-        if several:
-            from upswing.learn.sharded import lead
+        with _new_folder(folder):
+            started.append(folder)
+            around: AbstractContextManager[None] = nullcontext()
+            if several:
+                from upswing.learn.sharded import lead
 
-            around = lead()
-        with around:
-            run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
+                around = lead()
+            with around:
+                run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Make the run folder; it goes again when the recipe is refused before the run began. Raises ConfigError."""
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"--out: can't make the folder '{folder}' ({problem.strerror})") from None
+    try:
+        yield
+    except ConfigError:
+        with suppress(OSError):  # there is something in it: the run had begun
+            if new:
+                folder.rmdir()
+        raise
 
 
 def _show(recipe: Recipe) -> None:
@@ -81,26 +98,12 @@ def _show(recipe: Recipe) -> None:
     typer.echo(recipe.dump(), nl=False)
 
 
-ALONE = "start this recipe without torchrun, or with cluster.learners: 1"
-
-
-def check_ranks(recipe: Recipe, torchrun: bool = True) -> None:
-    """Raises ConfigError for what isn't done on several ranks, if there are."""
-    if torchrun and recipe.cluster.learners > 1:
-        raise ConfigError("cluster.learners: torchrun has started the ranks already; leave one of them out")
-    if not torchrun and recipe.cluster.learners == 1:
-        return
-    for stage in recipe.stages:
-        if isinstance(stage, EvalStage):
-            continue
-        where = f"stages.{stage.name}"
-        if not isinstance(stage, SftStage | RlStage):
-            raise ConfigError(f"{where}: a {stage.stage} stage runs on one rank; {ALONE}")
-        for key in ("lora", "critic"):
-            if getattr(stage, key, None) is not None:
-                raise ConfigError(f"{where}.{key} works on one rank; leave it out, or {ALONE}")
-        if (wanted := stage.gradient_checkpointing) and wanted is not True:
-            raise ConfigError(f"{where}.gradient_checkpointing: {wanted} GB; allowed on several ranks: true, false")
+def check_recipe_path(path: Path) -> None:
+    """Raises ConfigError for a folder that no run has been in, naming the recipes that it holds."""
+    if path.is_dir() and not is_run_folder(path):
+        inside = ", ".join(map(str, sorted(path.glob("*.y*ml"))))
+        there = f"; recipes in it: {inside}" if inside else ""
+        raise ConfigError(f"'{path}' is a folder, but no run folder (no recipe.yaml in it); give a recipe file{there}")
 
 
 def choose_folder(source: Path, recipe: Recipe, out: Path | None, resume: bool) -> Path:

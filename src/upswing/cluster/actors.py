@@ -24,6 +24,8 @@ PLACE_S = 60.0
 """A cluster that hasn't the room for all actors by then won't have it."""
 BEAT_S = 2.0
 ANSWER_S = 10.0
+START_S = 600.0
+"""An actor that isn't ready by then, or an engine that hasn't loaded its weights, hangs."""
 DEATHS = 5
 """Of an actor in a row; its place then stays empty."""
 AGAIN = "start the run again with --resume"
@@ -195,7 +197,8 @@ class Cluster:
             return await answer
         except asyncio.CancelledError:
             with suppress(Exception):
-                self.ray.cancel(answer)
+                if self.ray.is_initialized():  # else it would start another one
+                    self.ray.cancel(answer)
             raise
         except errors.RayTaskError as problem:
             raise problem.cause from None
@@ -288,10 +291,13 @@ class Member:
     """In a row."""
     task: asyncio.Task[None] | None = None
     """Its replacement, on the way."""
+    watch: asyncio.Task[None] | None = None
+    """Whether it hangs, while it is asked for something."""
 
 
 class Pool:
-    """Actors of one kind. Each has a `begin()`, which is called once; who dies is replaced."""
+    """Actors of one kind. Each has a `begin()`, which is called once, and an `answer()`, which returns soon unless it
+    hangs. Who dies or hangs is replaced."""
 
     def __init__(
         self,
@@ -300,9 +306,13 @@ class Pool:
         start: Callable[[int], Any],
         places: range,
         welcome: Callable[[Any], Awaitable[None]] | None = None,
+        *,
+        patience_s: float,
     ) -> None:
-        """`welcome(actor)`: what one that replaces another is told before it is used. Raises what `begin` raises."""
+        """`welcome(actor)`: what one that replaces another is told before it is used. `patience_s`: for how long one
+        may not answer, ANSWER_S at least. Raises what `begin` raises."""
         self._cluster, self._what, self._start, self._welcome = cluster, what, start, welcome
+        self._patience_s = max(patience_s, ANSWER_S)
         self.members = [Member(place, start(place)) for place in places]
         self.begun = cluster.wait([member.actor.begin.remote() for member in self.members])
         self._holders: dict[str, Member] = {}
@@ -335,6 +345,8 @@ class Pool:
         """Raises what the method raises, and Gone; the actor is then being replaced."""
         actor = member.actor
         member.running += 1
+        if member.watch is None or member.watch.done():
+            member.watch = asyncio.ensure_future(self._watch(member))
         try:
             found = await self._cluster.call(getattr(actor, method), *args)
         except Gone as problem:
@@ -353,6 +365,18 @@ class Pool:
                 self.forget(name)
             member.task = asyncio.ensure_future(self._replace(member, why))
 
+    async def _watch(self, member: Member) -> None:
+        """A busy event loop, or a lock that is never freed, is seen by this alone: the process is alive."""
+        while member.running and member.up:
+            actor = member.actor
+            try:
+                await asyncio.wait_for(self._cluster.call(actor.answer), self._patience_s)
+            except TimeoutError:
+                self.lose(member, actor, f"it has not answered for {self._patience_s:g} s")
+            except Gone as problem:
+                self.lose(member, actor, str(problem))
+            await asyncio.sleep(BEAT_S)
+
     async def _replace(self, member: Member, why: str) -> None:
         number = self.members.index(member) + 1
         while member.deaths < DEATHS and await self._cluster.check():
@@ -361,9 +385,9 @@ class Pool:
             try:
                 self._cluster.ray.kill(member.actor)
                 member.actor = self._start(member.place)
-                await self._cluster.call(member.actor.begin)
-                if self._welcome is not None:
-                    await self._welcome(member.actor)
+                await asyncio.wait_for(self._ready(member.actor), START_S)
+            except TimeoutError:
+                why = f"it took longer than {START_S:g} s to start"
             except Exception as problem:
                 why = first_line(problem)
             else:
@@ -373,14 +397,20 @@ class Pool:
         if not any(other.up or other.deaths < DEATHS for other in self.members):
             self._cluster.give_up(f"no {self._what} stays alive (the last: {why})")
 
+    async def _ready(self, actor: Any) -> None:
+        await self._cluster.call(actor.begin)
+        if self._welcome is not None:
+            await self._welcome(actor)
+
     def close(self) -> None:
         """Nobody is replaced any more. The actors end with the cluster's places; who waits for one gets one, and
         learns that it has ended."""
         self._closed = True
         for member in self.members:
             member.up = True
-            if member.task is not None:
-                member.task.cancel()
+            for task in (member.task, member.watch):
+                if task is not None:
+                    task.cancel()
         self._changed.set()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upswing.cluster.actors import Cluster, Gone, Member, Pool, enter
+from upswing.cluster.actors import START_S, Cluster, Gone, Member, Pool, enter
 from upswing.cluster.ranks import led
 from upswing.engine.base import Capabilities, Completion, EngineStats, FinishReason, Sampling
 from upswing.engine.torch import TorchEngine
@@ -22,8 +22,6 @@ from upswing.models.load import load_model
 
 TRIES = 4
 """Engines that may die of, or under, one request."""
-LOAD_S = 600.0
-"""An engine that hasn't loaded its weights by then hangs."""
 
 
 class EngineActor:
@@ -31,7 +29,7 @@ class EngineActor:
 
     def __init__(self, folder: str, model: str, options: Mapping[str, Any]) -> None:
         enter(folder)
-        self._model, self._options = model, options
+        self._model, self._options, self._loads = model, options, False
 
     async def begin(self) -> dict[str, Any]:
         loaded = load_model(self._model)
@@ -53,7 +51,16 @@ class EngineActor:
     async def load(self, weights: Mapping[str, Any], version: int) -> None:
         """`weights`: names -> references to arrays, which are fetched while it still samples."""
         arrays = await asyncio.gather(*weights.values())
-        await self._engine.update_weights(Received(dict(zip(weights, arrays, strict=True))), version)
+        self._loads = True
+        try:
+            await self._engine.update_weights(Received(dict(zip(weights, arrays, strict=True))), version)
+        finally:
+            self._loads = False
+
+    async def answer(self) -> None:
+        """Once its thread has done what it is at; to load weights may take longer."""
+        if not self._loads:
+            await self._engine._exclusively(lambda: None)
 
 
 def sent(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -86,13 +93,16 @@ class RayEngines:
 
     capabilities = Capabilities()
 
-    def __init__(self, cluster: Cluster, model: str, **options: Any) -> None:
-        """`options` of each TorchEngine. Raises ConfigError for what it can't be made of."""
+    def __init__(self, cluster: Cluster, model: str, *, turn_timeout_s: float = 600.0, **options: Any) -> None:
+        """`options` of each TorchEngine. One that doesn't answer for half of `turn_timeout_s` is replaced: the other
+        half is left for its requests. Raises ConfigError for what it can't be made of."""
         self.cluster, self.version, self._newest = cluster, 0, 0
         self._weights: dict[str, Any] = {}
         """References to the newest ones; empty: those of `model`."""
         self._counted: dict[Any, EngineStats] = {}
         """By actor, the dead ones too."""
+        self._given = EngineStats()
+        """What was put into the object store."""
         self._closed = False
 
         def start(place: int) -> Any:
@@ -100,7 +110,8 @@ class RayEngines:
 
         with ExitStack() as parts:  # nothing stays behind when one of them can't start
             parts.callback(cluster.close)
-            self.pool = Pool(cluster, "engine", start, range(cluster.section.engines), self._catch_up)
+            places = range(cluster.section.engines)
+            self.pool = Pool(cluster, "engine", start, places, self._catch_up, patience_s=turn_timeout_s / 2)
             parts.callback(self.pool.close)
             parts.enter_context(led(cluster))
             self._parts = parts.pop_all()
@@ -118,7 +129,7 @@ class RayEngines:
 
     @property
     def stats(self) -> EngineStats:
-        each = self._counted.values()
+        each = (*self._counted.values(), self._given)
         return EngineStats(**{one.name: sum(getattr(s, one.name) for s in each) for one in fields(EngineStats)})
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
@@ -170,15 +181,19 @@ class RayEngines:
         """The newest weights into one engine; one that dies, or hangs, is replaced. Raises what loading raises."""
         actor = member.actor
         try:
-            await asyncio.wait_for(self.pool.call(member, "load", self._weights, self._newest), LOAD_S)
+            await asyncio.wait_for(self.pool.call(member, "load", self._weights, self._newest), START_S)
         except TimeoutError:
-            self.pool.lose(member, actor, f"it took longer than {LOAD_S:g} s to load weights")
+            self.pool.lose(member, actor, f"it took longer than {START_S:g} s to load weights")
         except Gone:
             pass
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """One at a time: a lazy mapping makes each when it is read."""
-        return {name: self.cluster.ray.put(sent(tensor, self._dtype)) for name, tensor in weights.items()}
+        put = {}
+        for name, tensor in weights.items():
+            put[name] = self.cluster.ray.put(array := sent(tensor, self._dtype))
+            self._given.weight_bytes += array.nbytes
+        return put
 
     async def _catch_up(self, actor: Any) -> None:
         """Give a new engine the newest weights, and those that came meanwhile."""

@@ -50,6 +50,9 @@ class WorldActor:
         except (Exception, SystemExit, GeneratorExit) as problem:
             return None, f"{type(problem).__name__}: {problem}"
 
+    async def answer(self) -> None:
+        """At once: what is played and scored runs in threads, or awaits."""
+
     async def score(self, episode: Episode) -> dict[str, Score]:
         """What each verifier says."""
         scores = await asyncio.gather(*(verifier(episode) for _, verifier, _ in self._rubric.items))
@@ -67,7 +70,8 @@ class Workers:
         def start(place: int) -> Any:
             return cluster.start(WorldActor, place, os.getcwd(), *made_of)
 
-        self.pool = Pool(cluster, "env worker", start, range(section.engines, section.engines + section.env_workers))
+        places = range(section.engines, section.engines + section.env_workers)
+        self.pool = Pool(cluster, "env worker", start, places, patience_s=recipe.limits.env_timeout_s)
 
     def make_env(self) -> Environment:
         """In place of `world.make_env`, for what is played."""

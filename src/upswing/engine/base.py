@@ -121,3 +121,5 @@ class EngineStats:
     """Idle sessions that lost their cache to another request."""
     preemptions: int = 0
     """Running requests that lost theirs, for want of memory, and were computed again from the tokens they had."""
+    weight_bytes: int = 0
+    """Of the new weights that it was given, in the form in which they went."""

@@ -236,6 +236,7 @@ class HttpEngine(ABC):
         if EMBEDDING in held:  # where they are tied, a server may have its own copy and would keep the old one
             held[HEAD] = held.get(HEAD, held[EMBEDDING]).clone()
         await asyncio.to_thread(save_file, held, folder / "model.safetensors", {"format": "pt"})
+        self.stats.weight_bytes += sum(tensor.nbytes for tensor in held.values())
         return folder
 
     def _place(self, name: str) -> Path:

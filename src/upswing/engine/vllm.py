@@ -206,6 +206,7 @@ class VllmEngine(HttpEngine):
         folder = self._place(f"adapter-{version}")
         shutil.rmtree(folder, ignore_errors=True)
         await asyncio.to_thread(adapter.save, folder)
+        self.stats.weight_bytes += sum(path.stat().st_size for path in folder.iterdir())
         async with self._loading():
             if below is not None:
                 self._retire()

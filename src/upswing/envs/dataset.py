@@ -12,7 +12,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,20 +77,22 @@ def tasks_from(
     columns: Mapping[str, str] | None = None,
     answer_pattern: str | None = None,
     name: str | None = None,
+    lacking: Callable[[Task], str | None] = lambda task: None,
 ) -> list[Task]:
     """The tasks of a JSONL or Parquet file, a folder (`save_to_disk`'s, or of data files), or a dataset of the Hub.
 
     source: a path or `owner/name`; `#part` after either of the last two names its split (Hugging Face's, slices such as
     `#train[:90%]` included; otherwise train, validation or test). columns: what a row has to have -> the column that
     holds it, such as {"answer": "solution"}. answer_pattern: where in an answer's text the answer is: the last match's
-    first group (or all of it). name: the configuration of a dataset on the Hub. Raises ConfigError as for JSONL.
+    first group (or all of it). name: the configuration of a dataset on the Hub. lacking: what is missing in a task, in
+    words. Raises ConfigError as for JSONL.
     """
     rows, label, file = _rows(source, split, name)
     rows = [(where, _renamed(row, columns or {}, where)) for where, row in rows]
     if answer_pattern is not None:
         pattern = re.compile(answer_pattern)
         rows = [(where, _with_answer(row, pattern, where)) for where, row in rows]
-    return _tasks(rows, label if file else f"{label}-{split}", source, env, split, require_gold)
+    return _tasks(rows, label if file else f"{label}-{split}", source, env, split, require_gold, lacking)
 
 
 def is_hub_id(source: str) -> bool:
@@ -99,13 +101,23 @@ def is_hub_id(source: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not path.endswith(SUFFIXES) and not Path(path).exists()
 
 
-def _tasks(rows: Sequence[_Row], label: str, source: str, env: str, split: str, require_gold: bool) -> list[Task]:
+def _tasks(
+    rows: Sequence[_Row],
+    label: str,
+    source: str,
+    env: str,
+    split: str,
+    require_gold: bool,
+    lacking: Callable[[Task], str | None] = lambda task: None,
+) -> list[Task]:
     tasks: list[Task] = []
     places: dict[str, str] = {}
     for where, row in rows:
         task = _task(row, where, f"{label}-{len(tasks)}", env, split, require_gold)
         if task.id in places:
             raise ConfigError(f"{where}: id '{task.id}' was already used at {places[task.id]}; ids must be unique")
+        if (missing := lacking(task)) is not None:
+            raise ConfigError(f"{where}: {missing}")
         places[task.id] = where
         tasks.append(task)
     if not tasks:
@@ -218,6 +230,11 @@ def _with_answer(row: dict[str, Any], pattern: re.Pattern[str], where: str) -> d
     return {**row, column: [(m[-1].group(1) if pattern.groups else m[-1].group()).strip() for m in found]}
 
 
+def problem_of(task: Task) -> str:
+    """What is asked, as a text to compare: the messages and the data."""
+    return json.dumps([[m.role, m.content] for m in task.messages] + [task.data], sort_keys=True, default=str)
+
+
 def check_disjoint(splits: Mapping[str, Sequence[Task]]) -> None:
     """Raises ConfigError when two splits share an id, or the same problem under two ids."""
     ids: dict[str, str] = {}
@@ -227,8 +244,7 @@ def check_disjoint(splits: Mapping[str, Sequence[Task]]) -> None:
             other = ids.setdefault(task.id, split)
             if other != split:
                 raise ConfigError(f"id '{task.id}' is in the splits '{other}' and '{split}'; splits must be disjoint")
-            key = json.dumps([[m.role, m.content] for m in task.messages] + [task.data], sort_keys=True, default=str)
-            first_split, first_id = problems.setdefault(key, (split, task.id))
+            first_split, first_id = problems.setdefault(problem_of(task), (split, task.id))
             if first_split != split:
                 raise ConfigError(
                     f"'{first_id}' of '{first_split}' and '{task.id}' of '{split}' are the same problem; "

@@ -22,4 +22,5 @@ def compute_context(device: str, dtype: torch.dtype | None) -> AbstractContextMa
     """Autocast to `dtype`, or nothing for None and float32."""
     if dtype is None or dtype == torch.float32:
         return nullcontext()
-    return torch.autocast(device_type=device, dtype=dtype)
+    # A forward uses each weight once: a cache would only hold all of them through one that recomputes.
+    return torch.autocast(device_type=device, dtype=dtype, cache_enabled=False)

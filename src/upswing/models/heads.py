@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from upswing.errors import ConfigError
 from upswing.models.attention import NAME
-from upswing.models.load import _no_progress_bars, first_line, resolve_model
+from upswing.models.resolve import first_line, no_progress_bars, resolve_model
 
 
 def scalar_model(causal_model: PreTrainedModel) -> PreTrainedModel:
@@ -51,7 +51,7 @@ def load_scalar_model(spec: str | Path) -> PreTrainedModel:
     model: Any = None
     if path.is_dir():
         try:
-            with _no_progress_bars():
+            with no_progress_bars():
                 model, report = factory.from_pretrained(
                     path, dtype=torch.float32, attn_implementation=NAME, output_loading_info=True
                 )

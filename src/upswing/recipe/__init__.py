@@ -2,42 +2,26 @@
 
 from upswing.recipe.cluster import ClusterSection
 from upswing.recipe.distill import DistillStage
-from upswing.recipe.engine import EngineSection
-from upswing.recipe.fields import Section
 from upswing.recipe.load import check_same, load_recipe, recipe_from
-from upswing.recipe.models import (
-    DatasetSection,
-    EnvSection,
-    LearnerSection,
-    LimitsSection,
-    Recipe,
-    VerifierSection,
-)
+from upswing.recipe.models import DatasetSection, Recipe, VerifierSection
 from upswing.recipe.offline import PairStage, PreferenceStage
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
-from upswing.recipe.rl_base import CriticSection, EarlyWarning, RlBase
+from upswing.recipe.rl_base import RlBase
 from upswing.recipe.stages import EvalStage, Graduation, SftStage, Stage
 
 __all__ = [
     "ClusterSection",
-    "CriticSection",
     "DatasetSection",
     "DistillStage",
-    "EarlyWarning",
-    "EngineSection",
-    "EnvSection",
     "EvalStage",
     "Graduation",
-    "LearnerSection",
-    "LimitsSection",
     "PairStage",
     "PreferenceStage",
     "Recipe",
     "RewardModelStage",
     "RlBase",
     "RlStage",
-    "Section",
     "SftStage",
     "Stage",
     "VerifierSection",

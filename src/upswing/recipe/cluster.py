@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from upswing.recipe.engine import EngineSection
-from upswing.recipe.fields import Count, CountOrZero, NotNegative, Positive, Section, Text, refuse
+from upswing.recipe.fields import Count, CountOrZero, NotNegative, Positive, Section, Text, opt, refuse
 
 
 class ClusterSection(Section):
     """Where the parts of a run are: all in one process, or engines, environments, verifiers and further ranks of the
     learner as actors of a Ray cluster (docs/distributed.md). `upswing run --cluster ray` sets `kind`."""
 
-    kind: Literal["local", "ray"] = Field(default="local", description="One process, or actors of Ray.")
-    address: Text | None = Field(
-        default=None,
-        description="Of a Ray cluster: its host:port, or auto, the one that this machine belongs to; null: one is "
+    kind: Literal["local", "ray"] = opt("local", "One process, or actors of Ray.")
+    address: Text | None = opt(
+        None,
+        "Of a Ray cluster: its host:port, or auto, the one that this machine belongs to; null: one is "
         "started on this machine.",
     )
-    engines: Count = Field(default=1, description="Engines, each with max_slots of its own.")
-    engine_cpus: Count = Field(default=1, description="Processors, and threads, of an engine.")
-    engine_gpus: NotNegative | None = Field(
-        default=None, description="GPUs of an engine; below 1: a share. null: 1 where there are any, else 0."
+    engines: Count = opt(1, "Engines, each with max_slots of its own.")
+    engine_cpus: Count = opt(1, "Processors, and threads, of an engine.")
+    engine_gpus: NotNegative | None = opt(
+        None, "GPUs of an engine; below 1: a share. null: 1 where there are any, else 0."
     )
-    env_workers: CountOrZero = Field(
-        default=0, description="Processes that play environments and run verifiers; 0: the process of the run does."
+    env_workers: CountOrZero = opt(
+        0, "Processes that play environments and run verifiers; 0: the process of the run does."
     )
-    env_cpus: Positive = Field(default=1.0, description="Processors of such a process.")
-    learners: Count = Field(
-        default=1, description="Ranks of the learner, the process of the run among them; on GPUs each takes one."
-    )
-    learner_cpus: Count = Field(default=1, description="Processors of each further rank.")
-    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = Field(
-        default="pack", description="Few machines, or many; strict: one, or one each, or an error."
+    env_cpus: Positive = opt(1.0, "Processors of such a process.")
+    learners: Count = opt(1, "Ranks of the learner, the process of the run among them; on GPUs each takes one.")
+    learner_cpus: Count = opt(1, "Processors of each further rank.")
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = opt(
+        "pack", "Few machines, or many; strict: one, or one each, or an error."
     )
 
     @model_validator(mode="after")
@@ -50,24 +48,17 @@ class ClusterSection(Section):
         if (gpus := self.engine_gpus or 0) > 1 and gpus % 1:
             raise refuse("engine_gpus", f"got {gpus:g}; allowed: a share of one GPU, or whole ones")
         if self.address is not None and self.address.startswith("ray://"):
-            raise refuse(
-                "address",
-                f"got '{self.address}', Ray's client, which can't start a learner; start this on a machine of the "
-                "cluster, with auto or host:port",
-            )
+            instead = "start this on a machine of the cluster, with auto or host:port"
+            raise refuse("address", f"got '{self.address}', Ray's client, which can't start a learner; {instead}")
         return self
 
 
 def check_cluster(cluster: ClusterSection, engine: EngineSection, *, agent: bool) -> None:
     """Raises for what doesn't go together."""
     if cluster.kind == "ray" and engine.kind != "torch":
-        raise refuse(
-            "engine.kind",
-            f"got '{engine.kind}', but cluster.kind ray starts embedded engines; allowed: torch (or kind local, which "
-            "uses the server at engine.url, wherever that is)",
-        )
+        allowed = "torch (or kind local, which uses the server at engine.url, wherever that is)"
+        why = "but cluster.kind ray starts embedded engines"
+        raise refuse("engine.kind", f"got '{engine.kind}', {why}; allowed: {allowed}")
     if cluster.env_workers and agent:
-        raise refuse(
-            "cluster.env_workers",
-            f"got {cluster.env_workers} without effect: the agent program plays in place of the environment",
-        )
+        why = "the agent program plays in place of the environment"
+        raise refuse("cluster.env_workers", f"got {cluster.env_workers} without effect: {why}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from upswing.recipe.fields import Bool, Count, Dtype, Positive, Section, Text, refuse
+from upswing.recipe.fields import Bool, Count, Dtype, Positive, Section, Text, opt, refuse
 from upswing.recipe.stages import EvalStage
 
 _HERE = "vllm without a url"
@@ -29,60 +29,51 @@ _SUCH_AS = {"url": "such as http://127.0.0.1:8000", "model": "the name that the 
 class EngineSection(Section):
     """The engine that samples."""
 
-    kind: Literal["torch", "vllm", "sglang", "openai"] = Field(
-        default="torch",
-        description="The embedded engine (torch), vLLM (in this process, or a server at url), an SGLang server that "
+    kind: Literal["torch", "vllm", "sglang", "openai"] = opt(
+        "torch",
+        "The embedded engine (torch), vLLM (in this process, or a server at url), an SGLang server that "
         "you started, or any server with OpenAI's chat completions (openai), which can only evaluate.",
     )
-    url: Text | None = Field(
-        default=None,
-        description="Of the server: http://127.0.0.1:8000; kind openai: with /v1, https://api.openai.com/v1; null: "
+    url: Text | None = opt(
+        None,
+        "Of the server: http://127.0.0.1:8000; kind openai: with /v1, https://api.openai.com/v1; null: "
         "no server (torch, vllm).",
     )
-    api_key_env: Text | None = Field(
-        default=None, description="Environment variable that holds the server's key; null: it asks for none."
+    api_key_env: Text | None = opt(None, "Environment variable that holds the server's key; null: it asks for none.")
+    model: Text | None = opt(
+        None, "What the server calls its model (openai); the recipe's own model counts the tokens."
     )
-    model: Text | None = Field(
-        default=None, description="What the server calls its model (openai); the recipe's own model counts the tokens."
+    weights_dir: Text | None = opt(
+        None,
+        "Folder that the server (vllm, sglang) sees too, for new weights; null: memory (/dev/shm), on one machine.",
     )
-    weights_dir: Text | None = Field(
-        default=None,
-        description="Folder that the server (vllm, sglang) sees too, for new weights; null: memory (/dev/shm), on one "
-        "machine.",
-    )
-    adapters: Bool = Field(
-        default=False,
-        description="Give the engine (vllm) only the adapter that a stage with `lora` trains, at each update, in place "
+    adapters: Bool = opt(
+        False,
+        "Give the engine (vllm) only the adapter that a stage with `lora` trains, at each update, in place "
         "of merged weights.",
     )
-    sleep: Bool = Field(
-        default=False,
-        description="The engine (vllm) leaves the GPU's memory to the learner while nothing samples; for one GPU that "
+    sleep: Bool = opt(
+        False,
+        "The engine (vllm) leaves the GPU's memory to the learner while nothing samples; for one GPU that "
         "both share, without staleness.",
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of vLLM's engine (vllm without url): {tensor_parallel_size: 2, "
+    options: dict[str, Any] = opt(
+        dict,
+        "Further arguments of vLLM's engine (vllm without url): {tensor_parallel_size: 2, "
         "gpu_memory_utilization: 0.5}.",
     )
-    max_slots: Count = Field(
-        default=32, description="Trajectories decoded together; each holds a cache, of max_context at most."
+    max_slots: Count = opt(32, "Trajectories decoded together; each holds a cache, of max_context at most.")
+    max_context: Annotated[int, Field(strict=True, ge=16)] = opt(2048, "Tokens a trajectory may have.")
+    dtype: Dtype = opt(
+        "auto", "Precision; auto: bfloat16 where the processor has it, else float32; vllm: the model's own."
     )
-    max_context: Annotated[int, Field(strict=True, ge=16)] = Field(
-        default=2048, description="Tokens a trajectory may have."
+    prefill_chunk: Count = opt(512, "Prompt tokens run through the model at once.")
+    quantize: Literal["int8"] | None = opt(
+        None, "int8: sample with weights and activations in 8 bits (CPU only); RL then needs a correction."
     )
-    dtype: Dtype = Field(
-        default="auto",
-        description="Precision; auto: bfloat16 where the processor has it, else float32; vllm: the model's own.",
-    )
-    prefill_chunk: Count = Field(default=512, description="Prompt tokens run through the model at once.")
-    quantize: Literal["int8"] | None = Field(
-        default=None,
-        description="int8: sample with weights and activations in 8 bits (CPU only); RL then needs a correction.",
-    )
-    kv_memory_gb: Positive | None = Field(
-        default=None,
-        description="Memory for cached keys and values, in GB (1e9 bytes); null: no limit. Size it as trajectories at "
+    kv_memory_gb: Positive | None = opt(
+        None,
+        "Memory for cached keys and values, in GB (1e9 bytes); null: no limit. Size it as trajectories at "
         "once times the longest one: no more play at once than it holds limits.context_tokens for. When full, the "
         "cache of idle trajectories goes first, then the youngest turn waits, which counts towards "
         "limits.turn_timeout_s, and is computed again.",
@@ -122,10 +113,8 @@ def _check_vllm(engine: EngineSection, stages: Sequence[Any]) -> None:
         raise refuse("engine.sleep", "got true without effect: no stage trains")
     for index, stage in enumerate(stages):
         if engine.sleep and getattr(stage, "max_staleness", None):
-            raise refuse(
-                f"stages.{index}.max_staleness",
-                f"got {stage.max_staleness}, but with engine.sleep nothing samples while it learns; allowed: 0",
-            )
+            why = "but with engine.sleep nothing samples while it learns"
+            raise refuse(f"stages.{index}.max_staleness", f"got {stage.max_staleness}, {why}; allowed: 0")
 
 
 def check_engine(engine: EngineSection, stages: Sequence[Any], *, agent: bool) -> None:
@@ -135,14 +124,11 @@ def check_engine(engine: EngineSection, stages: Sequence[Any], *, agent: bool) -
         return
     for index, stage in enumerate(stages):
         if not isinstance(stage, EvalStage):
-            raise refuse(
-                f"stages.{index}.stage",
-                f"got '{stage.stage}', but engine.kind openai can only evaluate (eval): such a server neither takes "
-                "nor gives token ids, its log-probs aren't those of the sampling distribution, and it takes no new "
-                "weights; use kind vllm, sglang or torch",
+            why = (
+                "but engine.kind openai can only evaluate (eval): such a server neither takes nor gives token ids, its "
+                "log-probs aren't those of the sampling distribution, and it takes no new weights"
             )
+            raise refuse(f"stages.{index}.stage", f"got '{stage.stage}', {why}; use kind vllm, sglang or torch")
     if agent:
-        raise refuse(
-            "agent",
-            "got a program, but engine.kind openai has no tokens to keep for it; use kind vllm, sglang or torch",
-        )
+        why = "but engine.kind openai has no tokens to keep for it"
+        raise refuse("agent", f"got a program, {why}; use kind vllm, sglang or torch")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from upswing.errors import did_you_mean
 from upswing.recipe.models import Recipe
@@ -100,17 +101,17 @@ def _show(value: Any) -> str:
 
 def allowed_keys(location: Location) -> list[str]:
     """The keys of the section at a pydantic location (union tags included)."""
-    section = section_at(location)
-    return [field.alias or name for name, field in section.model_fields.items()] if section else []
+    return list(_fields(section_at(location)))
 
 
 def describe(location: Location) -> str:
     """The description of the field at a location."""
-    section = section_at(location[:-1])
-    for name, field in section.model_fields.items() if section else ():
-        if (field.alias or name) == location[-1]:
-            return field.description or ""
-    return ""
+    field = _fields(section_at(location[:-1])).get(str(location[-1]))
+    return field.description or "" if field else ""
+
+
+def _fields(section: type[BaseModel] | None) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in section.model_fields.items()} if section else {}
 
 
 def section_at(location: Location) -> type[BaseModel] | None:
@@ -122,16 +123,10 @@ def section_at(location: Location) -> type[BaseModel] | None:
         if part in STAGE_KINDS and current is None:
             current = STAGE_KINDS[part]
             continue
-        current = _inner_model(current, part) if current else None
+        leaves = _leaves(field.annotation) if (field := _fields(current).get(part)) else []
+        models = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+        current = models[0] if len(models) == 1 else None
     return current
-
-
-def _inner_model(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    for name, field in section.model_fields.items():
-        if (field.alias or name) == key:
-            models = [t for t in _leaves(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
-            return models[0] if len(models) == 1 else None
-    return None
 
 
 def _leaves(annotation: Any) -> list[Any]:

@@ -5,51 +5,33 @@ from __future__ import annotations
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from upswing.recipe.agent import AgentSection
-from upswing.recipe.cluster import ClusterSection
-from upswing.recipe.distill import DistillStage
-from upswing.recipe.engine import EngineSection
-from upswing.recipe.lora import LoraSection
-from upswing.recipe.models import (
-    DatasetSection,
-    EnvSection,
-    LearnerSection,
-    LimitsSection,
-    Recipe,
-    VerifierSection,
-)
-from upswing.recipe.offline import PreferenceStage
-from upswing.recipe.reward_model import RewardModelStage
-from upswing.recipe.rl import RlStage
-from upswing.recipe.rl_base import CriticSection, CurriculumSection, EarlyWarning
-from upswing.recipe.stages import EvalStage, Graduation, SftStage
+from upswing.recipe import agent, cluster, distill, engine, lora, models, offline, reward_model, rl, rl_base, stages
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("The recipe", Recipe),
-    ("`env`", EnvSection),
-    ("`agent`", AgentSection),
-    ("`dataset`", DatasetSection),
-    ("`verifiers`, each", VerifierSection),
-    ("`engine`", EngineSection),
-    ("`learner`", LearnerSection),
-    ("`cluster`", ClusterSection),
-    ("`limits`", LimitsSection),
-    ("`stages`: `sft`", SftStage),
-    ("`graduation` of `sft`", Graduation),
-    ("`stages`: `rl`", RlStage),
-    ("`critic` of `rl`", CriticSection),
-    ("`curriculum` of `rl`", CurriculumSection),
-    ("`early_warning` of `rl` and `distill`", EarlyWarning),
-    ("`stages`: `preference`", PreferenceStage),
-    ("`stages`: `reward_model`", RewardModelStage),
-    ("`stages`: `distill`", DistillStage),
-    ("`lora` of a stage", LoraSection),
-    ("`stages`: `eval`", EvalStage),
+    ("The recipe", models.Recipe),
+    ("`env`", models.EnvSection),
+    ("`agent`", agent.AgentSection),
+    ("`dataset`", models.DatasetSection),
+    ("`verifiers`, each", models.VerifierSection),
+    ("`engine`", engine.EngineSection),
+    ("`learner`", models.LearnerSection),
+    ("`cluster`", cluster.ClusterSection),
+    ("`limits`", models.LimitsSection),
+    ("`stages`: `sft`", stages.SftStage),
+    ("`graduation` of `sft`", stages.Graduation),
+    ("`stages`: `rl`", rl.RlStage),
+    ("`critic` of `rl`", rl_base.CriticSection),
+    ("`curriculum` of `rl`", rl_base.CurriculumSection),
+    ("`early_warning` of `rl` and `distill`", rl_base.EarlyWarning),
+    ("`stages`: `preference`", offline.PreferenceStage),
+    ("`stages`: `reward_model`", reward_model.RewardModelStage),
+    ("`stages`: `distill`", distill.DistillStage),
+    ("`lora` of a stage", lora.LoraSection),
+    ("`stages`: `eval`", stages.EvalStage),
 )
 
 INTRO = """\
@@ -121,17 +103,9 @@ def _words(annotation: Any) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    words = []
-    for fact in metadata:
-        if isinstance(fact, Ge):
-            words.append(f"≥ {fact.ge}")
-        elif isinstance(fact, Gt):
-            words.append(f"> {fact.gt}")
-        elif isinstance(fact, Le):
-            words.append(f"≤ {fact.le}")
-        elif isinstance(fact, Lt):
-            words.append(f"< {fact.lt}")
-    return " and ".join(words)
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = ((sign, getattr(fact, name, None)) for fact in metadata for name, sign in signs.items())
+    return " and ".join(f"{sign} {value}" for sign, value in found if value is not None)
 
 
 if __name__ == "__main__":

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from upswing.recipe.fields import Bool, Count, Positive, Section, Text, refuse
+from upswing.recipe.fields import BelowOne, Bool, Count, Positive, Section, Text, opt, refuse
 
 ALL_LINEAR = "all-linear"
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+_OrOne = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
 class LoraSection(Section):
     """Train a small low-rank update (adapter) of the weights. The stage still leaves a whole model: it's merged in."""
 
-    r: Count = Field(default=16, description="Rank of the update.")
-    alpha: Positive = Field(default=32.0, description="The update is scaled by alpha / r.")
-    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
-        default=0.0, description="Dropout before the update; only 0 in stages that compare log-probs of policies."
-    )
-    target: Annotated[tuple[Text, ...], BeforeValidator(_as_list)] = Field(
-        default=(ALL_LINEAR,),
+    r: Count = opt(16, "Rank of the update.")
+    alpha: Positive = opt(32.0, "The update is scaled by alpha / r.")
+    dropout: BelowOne = opt(0.0, "Dropout before the update; only 0 in stages that compare log-probs of policies.")
+    target: Annotated[tuple[Text, ...], _OrOne] = opt(
+        (ALL_LINEAR,),
+        "all-linear, or names of linear layers such as [q_proj, v_proj]; never embeddings or heads.",
         min_length=1,
-        description="all-linear, or names of linear layers such as [q_proj, v_proj]; never embeddings or heads.",
     )
-    rslora: Bool = Field(default=False, description="Scale by alpha / sqrt(r) instead, which suits large ranks.")
-    quantize: Literal["none", "4bit"] = Field(
-        default="none", description="Keep the frozen weights in 4 bits (QLoRA); needs bitsandbytes."
-    )
+    rslora: Bool = opt(False, "Scale by alpha / sqrt(r) instead, which suits large ranks.")
+    quantize: Literal["none", "4bit"] = opt("none", "Keep the frozen weights in 4 bits (QLoRA); needs bitsandbytes.")
 
     @model_validator(mode="after")
     def _effective(self) -> Self:

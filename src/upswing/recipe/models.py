@@ -13,19 +13,7 @@ from upswing.recipe.agent import AgentSection
 from upswing.recipe.cluster import ClusterSection, check_cluster
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.engine import EngineSection, check_engine
-from upswing.recipe.fields import (
-    Bool,
-    Count,
-    CountOrZero,
-    Dtype,
-    Float,
-    Int,
-    Positive,
-    Section,
-    Text,
-    expand_shorthand,
-    refuse,
-)
+from upswing.recipe.fields import Bool, Count, CountOrZero, Dtype, Float, Int, Positive, Section, Text, opt, refuse
 from upswing.recipe.presets import EFFECTS
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
@@ -38,31 +26,32 @@ NO_POLICY = (EvalStage, RewardModelStage)
 class EnvSection(Section):
     """The environment. A plain string is its name."""
 
+    main_key = "name"
     name: Text = Field(
         description="geo_search, lookup, tool, an import path my_pkg.env:MyEnv, or a file path/env.py:MyEnv."
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
+    args: dict[str, Any] = opt(dict, "Keyword arguments of the environment.")
 
 
 class VerifierSection(Section):
     """One verifier of the rubric. A plain string is its name."""
 
+    main_key = "name"
     name: Text = Field(
         description="strict_match, numeric, math, state, ... (docs/verifiers.md), an import path my_pkg:check, or "
         "path/v.py:check."
     )
-    weight: Float = Field(default=1.0, description="Weight in the reward; 0: measured, not rewarded.")
-    gate: Bool = Field(default=False, description="Its score, 0 to 1, multiplies what the others add to the reward.")
-    weight_from: Float | None = Field(default=None, description="The weight at an RL stage's first step, if another.")
-    weight_steps: Count | None = Field(default=None, description="After how many RL steps `weight` is reached.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
+    weight: Float = opt(1.0, "Weight in the reward; 0: measured, not rewarded.")
+    gate: Bool = opt(False, "Its score, 0 to 1, multiplies what the others add to the reward.")
+    weight_from: Float | None = opt(None, "The weight at an RL stage's first step, if another.")
+    weight_steps: Count | None = opt(None, "After how many RL steps `weight` is reached.")
+    args: dict[str, Any] = opt(dict, "Keyword arguments of the verifier.")
 
     @model_validator(mode="after")
     def _weights_go_together(self) -> Self:
         if self.gate and {"weight", "weight_from", "weight_steps"} & self.model_fields_set:
-            raise refuse(
-                "gate", "got true, but a gate multiplies the reward and has no weight; leave the weight keys out"
-            )
+            why = "a gate multiplies the reward and has no weight"
+            raise refuse("gate", f"got true, but {why}; leave the weight keys out")
         if (self.weight_from is None) != (self.weight_steps is None):
             missing = "weight_steps" if self.weight_steps is None else "weight_from"
             raise refuse(missing, "got nothing, but weight_from and weight_steps go together")
@@ -76,25 +65,18 @@ class DatasetSection(Section):
     of Hugging Face's `datasets`, or datasets of its Hub (`owner/name`; `#part` names a split, such as `#train[:90%]`).
     A plain string is the train rows."""
 
+    main_key = "train"
     train: Text = Field(description="Where the train rows are.")
-    dev: Text | None = Field(
-        default=None, description="Where the dev rows are; needed by RL's evaluation and eval stages."
+    dev: Text | None = opt(None, "Where the dev rows are; needed by RL's evaluation and eval stages.")
+    test: Text | None = opt(None, "Where the test rows are.")
+    name: Text | None = opt(None, "Configuration of a dataset of the Hub, such as gsm8k's main.")
+    columns: dict[Text, Text] = opt(dict, "Columns under other names: {prompt: question, answer: solution}.")
+    answer_pattern: Text | None = opt(
+        None, "Regular expression that finds the answer in its text: the last match's first group; '#### (.+)'."
     )
-    test: Text | None = Field(default=None, description="Where the test rows are.")
-    name: Text | None = Field(default=None, description="Configuration of a dataset of the Hub, such as gsm8k's main.")
-    columns: dict[Text, Text] = Field(
-        default_factory=dict, description="Columns under other names: {prompt: question, answer: solution}."
-    )
-    answer_pattern: Text | None = Field(
-        default=None,
-        description="Regular expression that finds the answer in its text: the last match's first group; '#### (.+)'.",
-    )
-    shuffle: Bool = Field(
-        default=True, description="Shuffle train rows with the seed; false: keep the order of the file."
-    )
-    answer_required: Bool = Field(
-        default=True,
-        description="Refuse rows without an answer; false: the environment or a verifier checks otherwise.",
+    shuffle: Bool = opt(True, "Shuffle train rows with the seed; false: keep the order of the file.")
+    answer_required: Bool = opt(
+        True, "Refuse rows without an answer; false: the environment or a verifier checks otherwise."
     )
 
     @field_validator("answer_pattern")
@@ -110,46 +92,38 @@ class DatasetSection(Section):
 class LearnerSection(Section):
     """The learner. Master weights are always float32."""
 
-    dtype: Dtype = Field(default="auto", description="Compute precision; auto: bfloat16 where the processor has it.")
+    dtype: Dtype = opt("auto", "Compute precision; auto: bfloat16 where the processor has it.")
 
 
 class LimitsSection(Section):
     """What ends a trajectory before it ends itself. Seconds are wall time; deadlines nest."""
 
-    turn_tokens: Count = Field(default=128, description="Tokens one turn may sample; a cut turn ends the trajectory.")
-    context_tokens: Count = Field(default=1024, description="Tokens of one branch, prompts and tool results included.")
-    env_timeout_s: Positive = Field(
-        default=60.0, description="One step of the environment; past it the trajectory errors."
-    )
-    turn_timeout_s: Positive = Field(default=600.0, description="Sampling one turn; past it the trajectory errors.")
-    rollout_timeout_s: Positive = Field(default=1800.0, description="The whole trajectory; past it it is truncated.")
-    scoring_timeout_s: Positive = Field(
-        default=60.0, description="All verifiers of a trajectory; past it there is no score."
-    )
-    group_timeout_s: Positive | None = Field(
-        default=None,
-        description="A task's trajectories with their scores and retries, from when the first began; those that are "
+    turn_tokens: Count = opt(128, "Tokens one turn may sample; a cut turn ends the trajectory.")
+    context_tokens: Count = opt(1024, "Tokens of one branch, prompts and tool results included.")
+    env_timeout_s: Positive = opt(60.0, "One step of the environment; past it the trajectory errors.")
+    turn_timeout_s: Positive = opt(600.0, "Sampling one turn; past it the trajectory errors.")
+    rollout_timeout_s: Positive = opt(1800.0, "The whole trajectory; past it it is truncated.")
+    scoring_timeout_s: Positive = opt(60.0, "All verifiers of a trajectory; past it there is no score.")
+    group_timeout_s: Positive | None = opt(
+        None,
+        "A task's trajectories with their scores and retries, from when the first began; those that are "
         "late are cancelled, have no score, and the group shrinks. null: no limit.",
     )
-    max_retries: CountOrZero = Field(default=1, description="How often an errored trajectory is tried again.")
+    max_retries: CountOrZero = opt(1, "How often an errored trajectory is tried again.")
 
     @model_validator(mode="after")
     def _nest(self) -> Self:
         if self.turn_tokens > self.context_tokens:
-            raise refuse(
-                "turn_tokens", f"got {self.turn_tokens}; allowed: up to context_tokens ({self.context_tokens})"
-            )
+            allowed = f"up to context_tokens ({self.context_tokens})"
+            raise refuse("turn_tokens", f"got {self.turn_tokens}; allowed: {allowed}")
         for key in ("env_timeout_s", "turn_timeout_s"):
             if getattr(self, key) > self.rollout_timeout_s:
-                raise refuse(
-                    key, f"got {getattr(self, key):g}; allowed: up to rollout_timeout_s ({self.rollout_timeout_s:g})"
-                )
+                allowed = f"up to rollout_timeout_s ({self.rollout_timeout_s:g})"
+                raise refuse(key, f"got {getattr(self, key):g}; allowed: {allowed}")
         inner = self.rollout_timeout_s + self.scoring_timeout_s
         if self.group_timeout_s is not None and self.group_timeout_s < inner:
-            raise refuse(
-                "group_timeout_s",
-                f"got {self.group_timeout_s:g}; allowed: rollout_timeout_s + scoring_timeout_s ({inner:g}) and more",
-            )
+            allowed = f"rollout_timeout_s + scoring_timeout_s ({inner:g}) and more"
+            raise refuse("group_timeout_s", f"got {self.group_timeout_s:g}; allowed: {allowed}")
         return self
 
 
@@ -162,50 +136,24 @@ class Recipe(Section):
     model: Text = Field(
         description="The base model: smollm2-135m, tiny, a Hugging Face folder or hub id, or a GGUF file."
     )
-    seed: Int = Field(default=0, description="Everything random is derived from it.")
+    seed: Int = opt(0, "Everything random is derived from it.")
     env: EnvSection = Field(description="The environment.")
-    dataset: DatasetSection | None = Field(
-        default=None, description="Tasks for an environment without tasks of its own."
-    )
-    agent: AgentSection | None = Field(
-        default=None, description="An agent program that plays the tasks; null: the environment's own loop."
-    )
+    dataset: DatasetSection | None = opt(None, "Tasks for an environment without tasks of its own.")
+    agent: AgentSection | None = opt(None, "An agent program that plays the tasks; null: the environment's own loop.")
     verifiers: tuple[VerifierSection, ...] = Field(
         min_length=1, description="The rubric: the reward is the weighted sum of these."
     )
-    engine: EngineSection = Field(default_factory=EngineSection, description="The engine that samples.")
-    learner: LearnerSection = Field(default_factory=LearnerSection, description="The learner.")
-    cluster: ClusterSection = Field(default_factory=ClusterSection, description="Where the parts of a run are.")
-    limits: LimitsSection = Field(default_factory=LimitsSection, description="What ends a trajectory.")
+    engine: EngineSection = opt(EngineSection, "The engine that samples.")
+    learner: LearnerSection = opt(LearnerSection, "The learner.")
+    cluster: ClusterSection = opt(ClusterSection, "Where the parts of a run are.")
+    limits: LimitsSection = opt(LimitsSection, "What ends a trajectory.")
     stages: tuple[Stage, ...] = Field(min_length=1, description="What is done, in order.")
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _env_name(cls, value: Any) -> Any:
-        return expand_shorthand(value, "name")
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _agent_function(cls, value: Any) -> Any:
-        return expand_shorthand(value, "function")
-
-    @field_validator("dataset", mode="before")
-    @classmethod
-    def _train_file(cls, value: Any) -> Any:
-        return expand_shorthand(value, "train")
-
-    @field_validator("verifiers", mode="before")
-    @classmethod
-    def _verifier_names(cls, value: Any) -> Any:
-        return [expand_shorthand(one, "name") for one in value] if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.engine.kind == "torch" and self.limits.context_tokens > self.engine.max_context:
-            raise refuse(
-                "limits.context_tokens",
-                f"got {self.limits.context_tokens}; allowed: up to engine.max_context ({self.engine.max_context})",
-            )
+            allowed = f"up to engine.max_context ({self.engine.max_context})"
+            raise refuse("limits.context_tokens", f"got {self.limits.context_tokens}; allowed: {allowed}")
         self._check_verifiers()
         self._check_stage_names()
         self._check_quantize()
@@ -224,32 +172,23 @@ class Recipe(Section):
             if not isinstance(stage, RlStage):
                 continue
             if stage.old_logprobs == "engine":
-                raise refuse(
-                    f"stages.{index}.old_logprobs",
-                    f"got 'engine', {why}; use old_logprobs: recompute with correction: tis, or leave quantize out",
-                )
+                use = "use old_logprobs: recompute with correction: tis, or leave quantize out"
+                raise refuse(f"stages.{index}.old_logprobs", f"got 'engine', {why}; {use}")
             if stage.correction is None:
-                raise refuse(
-                    f"stages.{index}.correction",
-                    f"got nothing, {why}; add correction: tis (or seq_tis, mis, seq_mis, icepop), "
-                    "or leave quantize out",
-                )
+                add = "add correction: tis (or seq_tis, mis, seq_mis, icepop), or leave quantize out"
+                raise refuse(f"stages.{index}.correction", f"got nothing, {why}; {add}")
             for key, default in EFFECTS["correction"][stage.correction].items():
                 if stage.correction in ("geo_rs", "k3_rs") and getattr(stage, key) == default:
-                    raise refuse(
-                        f"stages.{index}.{key}",
-                        f"got {default:g}, {stage.correction}'s default, {why}, so that nearly everything would be "
-                        "rejected; set it wider, or use correction: tis",
-                    )
+                    why += ", so that nearly everything would be rejected; set it wider, or use correction: tis"
+                    raise refuse(f"stages.{index}.{key}", f"got {default:g}, {stage.correction}'s default, {why}")
 
     def _check_verifiers(self) -> None:
         names = [verifier.name for verifier in self.verifiers]
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise refuse(f"verifiers.{index}.name", f"got '{name}' twice; allowed: each verifier once")
-            if self.verifiers[index].weight_from is not None and not any(
-                isinstance(stage, RlStage | DistillStage) for stage in self.stages
-            ):
+            samples = any(isinstance(stage, RlStage | DistillStage) for stage in self.stages)
+            if self.verifiers[index].weight_from is not None and not samples:
                 raise refuse(f"verifiers.{index}.weight_from", "got a value without effect, as there is no rl stage")
         if not any(verifier.weight for verifier in self.verifiers if not verifier.gate):
             raise refuse("verifiers.0.weight", "got 0 for every verifier, so that the reward is always 0")
@@ -263,13 +202,10 @@ class Recipe(Section):
             if stage.name in taken:
                 raise refuse(f"{key}.name", f"got '{stage.name}' twice; give each stage a name of its own")
             if stage.name in RESERVED_NAMES or stage.name.isdigit() or not is_plain(stage.name):
-                raise refuse(
-                    f"{key}.name",
-                    f"got '{stage.name}'; allowed: letters, digits, _ and -, other than {', '.join(RESERVED_NAMES)}",
-                )
-            references = (
-                [("of", name) for name in stage.of] if isinstance(stage, EvalStage) else [("from", stage.from_)]
-            )
+                allowed = f"letters, digits, _ and -, other than {', '.join(RESERVED_NAMES)}"
+                raise refuse(f"{key}.name", f"got '{stage.name}'; allowed: {allowed}")
+            of = stage.of if isinstance(stage, EvalStage) else ()
+            references = [("of", name) for name in of] or [("from", getattr(stage, "from_", ""))]
             others = {"time_limit_as": weights[1:], "reward_model": reward_models, "process_reward": process}
             references += [(field, name) for field in others if (name := getattr(stage, field, None)) is not None]
             for field, name in references:
@@ -277,11 +213,8 @@ class Recipe(Section):
                 if name not in allowed:
                     kind = f"reward_model stage{' with labels: process' if field == 'process_reward' else ''}"
                     kind = kind if field in ("reward_model", "process_reward") else "stage with weights"
-                    raise refuse(
-                        f"{key}.{field}",
-                        f"got '{name}', no earlier {kind}{did_you_mean(name, allowed)} "
-                        f"(allowed: {', '.join(allowed) or 'none yet'})",
-                    )
+                    there = f"{did_you_mean(name, allowed)} (allowed: {', '.join(allowed) or 'none yet'})"
+                    raise refuse(f"{key}.{field}", f"got '{name}', no earlier {kind}{there}")
             if isinstance(stage, EvalStage) and stage.choose_by in ("min", "product"):
                 if stage.reward_model not in process:
                     why = f"'{stage.reward_model}' scores no steps; allowed: last, or one with labels: process"

@@ -7,16 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from upswing.recipe.fields import (
-    Bool,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Section,
-    Text,
-    refuse,
-)
+from upswing.recipe.fields import BelowOne, Bool, Count, CountOrZero, NotNegative, Positive, Several, Text, opt, refuse
 from upswing.recipe.lora import refuse_dropout
 from upswing.recipe.training import TrainStage
 
@@ -34,62 +25,32 @@ LOSS_DEFAULTS: Table = {
 SAMPLING_DEFAULTS: dict[str, Any] = {"tasks": 64, "samples": 8, "temperature": 1.0, "pairs_per_task": 4}
 
 
-def fill_in(data: Any, key: str, default: str, table: Table) -> Any:
-    """Null keys become what the table has for the choice that `key` makes."""
-    if not isinstance(data, dict):
-        return data
-    own = table.get(str(data.get(key, default)), {})
-    return {**data, **{name: value for name, value in own.items() if data.get(name) is None}}
-
-
-def refuse_others(stage: Section, key: str, table: Table) -> None:
-    """Refuse keys that only have an effect with other choices of `key`."""
-    chosen = getattr(stage, key)
-    for name in {name: None for own in table.values() for name in own}:
-        if getattr(stage, name) is not None and name not in table[chosen]:
-            having = ", ".join(choice for choice, own in table.items() if name in own)
-            raise refuse(name, f"got {getattr(stage, name)} without effect, as {key} is '{chosen}' (for: {having})")
-
-
 class PairStage(TrainStage):
     """What stages that learn from pairs have: the model's own trajectories, judged by the verifiers, or a file's."""
 
-    file: Text | None = Field(
-        default=None, description="JSON Lines file of pairs (prompt, chosen, rejected); null: sample them."
+    file: Text | None = opt(None, "JSON Lines file of pairs (prompt, chosen, rejected); null: sample them.")
+    tasks: Count | None = opt(None, "Train tasks sampled for pairs (64).")
+    samples: Several | None = opt(None, "Samples a task (8).")
+    temperature: Positive | None = opt(None, "Sampling temperature (1.0).")
+    pairs_per_task: Count | None = opt(
+        None, "Most pairs of a task: best with worst, second best with second worst, ... (4, at most half of samples)."
     )
-    tasks: Count | None = Field(default=None, description="Train tasks sampled for pairs (64).")
-    samples: Annotated[int, Field(strict=True, ge=2)] | None = Field(default=None, description="Samples a task (8).")
-    temperature: Positive | None = Field(default=None, description="Sampling temperature (1.0).")
-    pairs_per_task: Count | None = Field(
-        default=None,
-        description="Most pairs of a task: best with worst, second best with second worst, ... (4, at most half of "
-        "samples).",
+    validation_pairs: CountOrZero = opt(
+        16, "Pairs held out, of prompts that aren't trained on, to measure what was learned."
     )
-    validation_pairs: CountOrZero = Field(
-        default=16, description="Pairs held out, of prompts that aren't trained on, to measure what was learned."
-    )
-    epochs: Count = Field(default=1, description="Passes over the pairs.")
-    batch_size: Count = Field(default=16, description="Pairs an update.")
-    warmup_frac: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
-        default=0.1, description="Share of the updates during which the learning rate rises."
-    )
-    eval_every: CountOrZero = Field(
-        default=10, description="Updates between measurements on held-out pairs; 0: only before and after."
-    )
+    epochs: Count = opt(1, "Passes over the pairs.")
+    batch_size: Count = opt(16, "Pairs an update.")
+    warmup_frac: BelowOne = opt(0.1, "Share of the updates during which the learning rate rises.")
+    eval_every: CountOrZero = opt(10, "Updates between measurements on held-out pairs; 0: only before and after.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_sampling(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("validation_pairs") == 0:
-            data = {"eval_every": 0, **data}
+    def derived(cls, data: dict[str, Any]) -> dict[str, Any]:
+        own = {"eval_every": 0} if data.get("validation_pairs") == 0 and "eval_every" not in data else {}
         if data.get("file") is not None:
-            return data
+            return own
         samples = data.get("samples") or SAMPLING_DEFAULTS["samples"]
         most = max(1, min(samples // 2, SAMPLING_DEFAULTS["pairs_per_task"])) if isinstance(samples, int) else 1
-        own = {**SAMPLING_DEFAULTS, "pairs_per_task": most if data.get("labels", "pairs") == "pairs" else None}
-        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
+        return {**own, **SAMPLING_DEFAULTS, "pairs_per_task": most if data.get("labels", "pairs") == "pairs" else None}
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:
@@ -97,55 +58,56 @@ class PairStage(TrainStage):
         for key in SAMPLING_DEFAULTS:
             if self.file is not None and getattr(self, key) is not None:
                 raise refuse(key, f"got {getattr(self, key)} without effect, as the pairs come from file")
-        if self.samples is not None and self.pairs_per_task is not None and self.pairs_per_task > self.samples // 2:
-            most = self.samples // 2
+        if self.samples and self.pairs_per_task and self.pairs_per_task > (most := self.samples // 2):
             raise refuse("pairs_per_task", f"got {self.pairs_per_task}; allowed: 1 to {most}, half of samples")
         if self.eval_every and not self.validation_pairs:
             raise refuse("eval_every", f"got {self.eval_every} without effect, as validation_pairs is 0; set that too")
         return self
+
+    def refuse_others(self, key: str, table: Table) -> None:
+        """Refuse keys that only have an effect with other choices of `key`."""
+        chosen = getattr(self, key)
+        for name in {name: None for own in table.values() for name in own}:
+            if getattr(self, name) is not None and name not in table[chosen]:
+                having = ", ".join(choice for choice, own in table.items() if name in own)
+                raise refuse(name, f"got {getattr(self, name)} without effect, as {key} is '{chosen}' (for: {having})")
 
 
 class PreferenceStage(PairStage):
     """Preference tuning on pairs of a better and a worse trajectory: the model's own, judged by the verifiers, or from
     a file. The reference is the stage's own start."""
 
-    stage: Literal["preference"] = Field(default="preference", description="Kind of stage.")
-    name: Text = Field(
-        default="preference", description="Name of the stage: its folder, and what later stages refer to."
+    stage: Literal["preference"] = opt("preference", "Kind of stage.")
+    name: Text = opt("preference", "Name of the stage: its folder, and what later stages refer to.")
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = opt(
+        "dpo", "dpo, ipo (length-averaged), kto (unpaired), or without a reference orpo (with SFT) and simpo."
     )
-    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = Field(
-        default="dpo",
-        description="dpo, ipo (length-averaged), kto (unpaired), or without a reference orpo (with SFT) and simpo.",
+    beta: Positive | None = opt(
+        None, "How strongly log-probs count; small: may move far from the reference (0.1; simpo 2)."
     )
-    beta: Positive | None = Field(
-        default=None, description="How strongly log-probs count; small: may move far from the reference (0.1; simpo 2)."
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] | None = opt(
+        None, "Chance that a pair is the wrong way round (dpo; 0.0)."
     )
-    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] | None = Field(
-        default=None, description="Chance that a pair is the wrong way round (dpo; 0.0)."
-    )
-    robust: Bool | None = Field(
-        default=None, description="Unbiased instead of conservative use of label_smoothing (dpo; false)."
-    )
-    margin: NotNegative | None = Field(default=None, description="Reward margin wanted, gamma (simpo; 1.0).")
-    nll_coef: NotNegative | None = Field(
-        default=None,
-        description="Weight of an SFT loss on the chosen side, which keeps it from becoming less likely (0.0; orpo "
+    robust: Bool | None = opt(None, "Unbiased instead of conservative use of label_smoothing (dpo; false).")
+    margin: NotNegative | None = opt(None, "Reward margin wanted, gamma (simpo; 1.0).")
+    nll_coef: NotNegative | None = opt(
+        None,
+        "Weight of an SFT loss on the chosen side, which keeps it from becoming less likely (0.0; orpo "
         "1.0; not for kto).",
     )
-    desirable_weight: Positive | None = Field(default=None, description="Weight of chosen rows (kto; 1.0).")
-    undesirable_weight: Positive | None = Field(default=None, description="Weight of rejected rows (kto; 1.0).")
-    lr: Positive = Field(default=1e-6, description="Peak learning rate.")
+    desirable_weight: Positive | None = opt(None, "Weight of chosen rows (kto; 1.0).")
+    undesirable_weight: Positive | None = opt(None, "Weight of rejected rows (kto; 1.0).")
+    lr: Positive = opt(1e-6, "Peak learning rate.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_loss(cls, data: Any) -> Any:
-        return fill_in(data, "loss", "dpo", LOSS_DEFAULTS)
+    def derived(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {**LOSS_DEFAULTS.get(str(data.get("loss", "dpo")), {}), **super().derived(data)}
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
         """Refuse what would be ignored."""
         refuse_dropout(self.lora)
-        refuse_others(self, "loss", LOSS_DEFAULTS)
+        self.refuse_others("loss", LOSS_DEFAULTS)
         if self.robust and not self.label_smoothing:
             raise refuse("robust", "got true without effect, as label_smoothing is 0; set it too")
         if self.loss == "orpo" and not self.nll_coef:

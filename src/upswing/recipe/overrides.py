@@ -62,7 +62,7 @@ def _section(where: Any, step: str | int) -> Any:
     """The container at `step`; a shorthand string (`env: geo_search`) is written out so that keys can be set in it."""
     inner = where[step]
     if isinstance(inner, str):
-        inner = where[step] = {"train" if step == "dataset" else "name": inner}
+        inner = where[step] = {{"dataset": "train", "agent": "function"}.get(str(step), "name"): inner}
     return inner
 
 

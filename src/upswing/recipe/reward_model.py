@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from upswing.recipe.fields import Bool, Count, CountOrZero, NotNegative, Positive, Text
-from upswing.recipe.offline import PairStage, Table, fill_in, refuse_others
+from upswing.recipe.fields import Bool, Count, CountOrZero, NotNegative, Positive, Text, opt
+from upswing.recipe.offline import PairStage, Table
 
 LABEL_DEFAULTS: Table = {
     "pairs": {"margin": 0.0, "centring": 0.01, "file": None, "pairs_per_task": None},
@@ -21,40 +21,33 @@ class RewardModelStage(PairStage):
     or from a file), or from whether trajectories succeed. `rl` and `eval` stages name it; none starts from its
     weights."""
 
-    stage: Literal["reward_model"] = Field(default="reward_model", description="Kind of stage.")
-    name: Text = Field(
-        default="reward_model", description="Name of the stage: its folder, and what `rl` stages refer to."
-    )
-    labels: Literal["pairs", "outcome", "process"] = Field(
-        default="pairs",
-        description="What is learned: which of two trajectories is better (pairs), whether one succeeded (outcome), or "
+    stage: Literal["reward_model"] = opt("reward_model", "Kind of stage.")
+    name: Text = opt("reward_model", "Name of the stage: its folder, and what `rl` stages refer to.")
+    labels: Literal["pairs", "outcome", "process"] = opt(
+        "pairs",
+        "What is learned: which of two trajectories is better (pairs), whether one succeeded (outcome), or "
         "after each turn how likely it is to succeed from there (process; by rolling out again).",
     )
-    rollouts_per_step: Count | None = Field(
-        default=None, description="Times a trajectory is rolled out again from after each of its turns (process; 8)."
+    rollouts_per_step: Count | None = opt(
+        None, "Times a trajectory is rolled out again from after each of its turns (process; 8)."
     )
-    hard_labels: Bool | None = Field(
-        default=None, description="Label a turn 1 when any of these succeeds, not with their share (process; false)."
+    hard_labels: Bool | None = opt(
+        None, "Label a turn 1 when any of these succeeds, not with their share (process; false)."
     )
-    validation_pairs: CountOrZero = Field(
-        default=16, description="Pairs (outcome, process: trajectories) held out, of prompts that aren't trained on."
+    validation_pairs: CountOrZero = opt(
+        16, "Pairs (outcome, process: trajectories) held out, of prompts that aren't trained on."
     )
-    batch_size: Count = Field(default=16, description="Pairs (outcome, process: trajectories) an update.")
-    margin: NotNegative | None = Field(
-        default=None, description="By how much a chosen trajectory should score more (pairs; 0.0)."
-    )
-    centring: NotNegative | None = Field(
-        default=None, description="Weight of a penalty that keeps scores around 0 (pairs; 0.01)."
-    )
-    epochs: Count = Field(default=1, description="Passes over the data; reward models overfit after one or two.")
-    lr: Positive = Field(default=2e-5, description="Peak learning rate.")
+    batch_size: Count = opt(16, "Pairs (outcome, process: trajectories) an update.")
+    margin: NotNegative | None = opt(None, "By how much a chosen trajectory should score more (pairs; 0.0).")
+    centring: NotNegative | None = opt(None, "Weight of a penalty that keeps scores around 0 (pairs; 0.01).")
+    epochs: Count = opt(1, "Passes over the data; reward models overfit after one or two.")
+    lr: Positive = opt(2e-5, "Peak learning rate.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_labels(cls, data: Any) -> Any:
-        return fill_in(data, "labels", "pairs", LABEL_DEFAULTS)
+    def derived(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {**LABEL_DEFAULTS.get(str(data.get("labels", "pairs")), {}), **super().derived(data)}
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        refuse_others(self, "labels", LABEL_DEFAULTS)
+        self.refuse_others("labels", LABEL_DEFAULTS)
         return self

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from upswing.errors import did_you_mean
 from upswing.monitor.safeguards import SAFEGUARDS
@@ -18,7 +18,10 @@ from upswing.recipe.fields import (
     NotNegative,
     Positive,
     Text,
+    UpToOne,
+    opt,
     refuse,
+    said,
 )
 from upswing.recipe.presets import EFFECTS, LENGTH_NORMALISED, PRESETS, SEQUENCES
 from upswing.recipe.rl_base import CriticSection, CurriculumSection, RlBase
@@ -44,160 +47,148 @@ GROUPED = ("group", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", 
 class RlStage(RlBase):
     """Policy-gradient learning from verified multi-turn trajectories. `upswing algorithms` lists the algorithms."""
 
-    stage: Literal["rl"] = Field(default="rl", description="Kind of stage.")
-    name: Text = Field(default="rl", description="Name of the stage: its folder, and what later stages refer to.")
-    algorithm: Algorithm = Field(
-        default="grpo",
-        description="Named choice of the keys below (`upswing algorithms`); custom: advantage, loss and aggregation "
+    stage: Literal["rl"] = opt("rl", "Kind of stage.")
+    name: Text = opt("rl", "Name of the stage: its folder, and what later stages refer to.")
+    algorithm: Algorithm = opt(
+        "grpo",
+        "Named choice of the keys below (`upswing algorithms`); custom: advantage, loss and aggregation "
         "are yours to combine.",
     )
-    advantage: Advantage | None = Field(default=None, description="Advantage estimator; set by the algorithm.")
-    normalize_std: Bool | None = Field(
-        default=None, description="Divide advantages by the group's standard deviation (group, gigpo)."
+    advantage: Advantage | None = opt(None, "Advantage estimator; set by the algorithm.")
+    normalize_std: Bool | None = opt(None, "Divide advantages by the group's standard deviation (group, gigpo).")
+    baseline: Literal["batch", "ema", "none"] | None = opt(
+        None, "What reinforce subtracts: mean of the rest of the batch, moving average, nothing."
     )
-    baseline: Literal["batch", "ema", "none"] | None = Field(
-        default=None, description="What reinforce subtracts: mean of the rest of the batch, moving average, nothing."
+    baseline_decay: Fraction | None = opt(None, "Share of the old moving average kept a step.")
+    pass_k: Count | None = opt(None, "Size of the sets that pass_at_k rewards.")
+    gamma: Fraction | None = opt(
+        None, "Discount: a token (reinforce_pp, gae over tokens) or a turn (gigpo, gae over turns)."
     )
-    baseline_decay: Fraction | None = Field(default=None, description="Share of the old moving average kept a step.")
-    pass_k: Count | None = Field(default=None, description="Size of the sets that pass_at_k rewards.")
-    gamma: Fraction | None = Field(
-        default=None, description="Discount: a token (reinforce_pp, gae over tokens) or a turn (gigpo, gae over turns)."
+    lam: Fraction | None = opt(None, "Lambda of GAE: 1 is Monte-Carlo, 0 one step.")
+    gae_over: Literal["tokens", "turns"] | None = opt(None, "What a step of GAE is: a sampled token, or a whole turn.")
+    step_weight: NotNegative | None = opt(
+        None, "Weight of the step advantage beside the outcome's (gigpo, turn, process)."
     )
-    lam: Fraction | None = Field(default=None, description="Lambda of GAE: 1 is Monte-Carlo, 0 one step.")
-    gae_over: Literal["tokens", "turns"] | None = Field(
-        default=None, description="What a step of GAE is: a sampled token, or a whole turn."
-    )
-    step_weight: NotNegative | None = Field(
-        default=None, description="Weight of the step advantage beside the outcome's (gigpo, turn, process)."
-    )
-    process_form: Literal["step_end", "min", "potential"] | None = Field(
-        default=None,
-        description="How the environment's step scores become credit: the sum of later ones, their soft minimum "
+    process_form: Literal["step_end", "min", "potential"] | None = opt(
+        None,
+        "How the environment's step scores become credit: the sum of later ones, their soft minimum "
         "(PURE), or as potentials of the states after each turn, which leave the best policy what it is.",
     )
-    scale_rewards: Bool | None = Field(
-        default=None, description="Divide gae's token rewards by their batch's deviation, so that returns keep a scale."
+    scale_rewards: Bool | None = opt(
+        None, "Divide gae's token rewards by their batch's deviation, so that returns keep a scale."
     )
-    critic: CriticSection | None = Field(default=None, description="The critic (ppo).")
-    loss: Loss | None = Field(default=None, description="Policy loss; set by the algorithm.")
-    ratio_level: Literal["sequence", "turn"] | None = Field(
-        default=None, description="What gspo takes the ratio of: the whole sequence, or each turn."
+    critic: CriticSection | None = opt(None, "The critic (ppo).")
+    loss: Loss | None = opt(None, "Policy loss; set by the algorithm.")
+    ratio_level: Literal["sequence", "turn"] | None = opt(
+        None, "What gspo takes the ratio of: the whole sequence, or each turn."
     )
-    clip_low: Annotated[float, Field(strict=True, gt=0, le=1)] | None = Field(
-        default=None,
-        description="The ratio is clipped below 1 - clip_low; 1: not; for gmpo it is the log-ratio that is.",
+    clip_low: UpToOne | None = opt(
+        None, "The ratio is clipped below 1 - clip_low; 1: not; for gmpo it is the log-ratio that is."
     )
-    clip_high: Positive | None = Field(default=None, description="The ratio is clipped above 1 + clip_high.")
-    dual_clip: Float | None = Field(
-        default=None, description="Bound on the loss of a bad sample that grew likely, above 1 + clip_high; 0: none."
+    clip_high: Positive | None = opt(None, "The ratio is clipped above 1 + clip_high.")
+    dual_clip: Float | None = opt(
+        None, "Bound on the loss of a bad sample that grew likely, above 1 + clip_high; 0: none."
     )
-    tau_pos: Positive | None = Field(default=None, description="sapo's temperature for positive advantages.")
-    tau_neg: Positive | None = Field(default=None, description="sapo's temperature for the others.")
-    cov_fraction: Fraction | None = Field(default=None, description="Share of tokens that clip_cov or kl_cov picks.")
-    cov_coef: Positive | None = Field(default=None, description="Weight of kl_cov's penalty.")
-    aggregation: Aggregation | None = Field(
-        default=None,
-        description="How token losses become one number: token-mean (all tokens alike), seq-mean-token-mean (all "
+    tau_pos: Positive | None = opt(None, "sapo's temperature for positive advantages.")
+    tau_neg: Positive | None = opt(None, "sapo's temperature for the others.")
+    cov_fraction: Fraction | None = opt(None, "Share of tokens that clip_cov or kl_cov picks.")
+    cov_coef: Positive | None = opt(None, "Weight of kl_cov's penalty.")
+    aggregation: Aggregation | None = opt(
+        None,
+        "How token losses become one number: token-mean (all tokens alike), seq-mean-token-mean (all "
         "trajectories alike), seq-mean-token-sum, seq-mean-token-sum-norm (sum over norm_length; dr_grpo).",
     )
-    norm_length: Count | None = Field(
-        default=None,
-        description="Tokens that seq-mean-token-sum-norm divides by (256 by default); other aggregations: null.",
+    norm_length: Count | None = opt(
+        None, "Tokens that seq-mean-token-sum-norm divides by (256 by default); other aggregations: null."
     )
-    minibatches: Count | None = Field(default=None, description="Updates that a batch is split into, by whole groups.")
-    updates_per_batch: Count = Field(default=1, description="Passes over a batch.")
-    old_logprobs: Literal["recompute", "engine"] | None = Field(
-        default=None,
-        description="Log-probs before the update, when a batch has several: recompute (the default, one more forward) "
+    minibatches: Count | None = opt(None, "Updates that a batch is split into, by whole groups.")
+    updates_per_batch: Count = opt(1, "Passes over a batch.")
+    old_logprobs: Literal["recompute", "engine"] | None = opt(
+        None,
+        "Log-probs before the update, when a batch has several: recompute (the default, one more forward) "
         "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one.",
     )
-    kl_stop: Positive | None = Field(
-        default=None, description="Skip a batch's remaining updates when the KL to the policy before it is above this."
+    kl_stop: Positive | None = opt(
+        None, "Skip a batch's remaining updates when the KL to the policy before it is above this."
     )
-    correction: Correction | None = Field(
-        default=None,
-        description="Importance correction where sampler and learner differ: truncated (tis, seq_tis), masked (mis, "
+    correction: Correction | None = opt(
+        None,
+        "Importance correction where sampler and learner differ: truncated (tis, seq_tis), masked (mis, "
         "seq_mis, icepop) or rejected (geo_rs, k3_rs).",
     )
-    correction_low: NotNegative | None = Field(default=None, description="Lower bound on learner / sampler.")
-    correction_high: Positive | None = Field(default=None, description="Upper bound on it (k3_rs: on the mean k3).")
-    opsm_delta: Positive | None = Field(
-        default=None,
-        description="Leave out bad trajectories (negative advantage) that the policy has moved away from by more than "
+    correction_low: NotNegative | None = opt(None, "Lower bound on learner / sampler.")
+    correction_high: Positive | None = opt(None, "Upper bound on it (k3_rs: on the mean k3).")
+    opsm_delta: Positive | None = opt(
+        None,
+        "Leave out bad trajectories (negative advantage) that the policy has moved away from by more than "
         "so many nats a token since they were sampled.",
     )
-    kl_coef: NotNegative = Field(default=0.0, description="Weight of the KL to the reference; 0: none.")
-    kl_in: Literal["loss", "reward"] | None = Field(
-        default=None, description="Where that KL is: a term of the loss, or subtracted from each token's reward."
+    kl_coef: NotNegative = opt(0.0, "Weight of the KL to the reference; 0: none.")
+    kl_in: Literal["loss", "reward"] | None = opt(
+        None, "Where that KL is: a term of the loss, or subtracted from each token's reward."
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] | None = Field(
-        default=None,
-        description="In the loss k2 (default), k3 (as GRPO was published) or k3_ratio: k1 has no gradient there; in "
-        "the reward k1.",
+    kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] | None = opt(
+        None,
+        "In the loss k2 (default), k3 (as GRPO was published) or k3_ratio: k1 has no gradient there; in the reward k1.",
     )
-    kl_target: Positive | None = Field(default=None, description="Adapt kl_coef towards this KL a token; null: fixed.")
-    kl_horizon: Count | None = Field(default=None, description="Trajectories over which kl_coef adapts (10000).")
-    ref_refresh_steps: Count | None = Field(
-        default=None, description="Steps after which the reference becomes the current policy; null: never."
+    kl_target: Positive | None = opt(None, "Adapt kl_coef towards this KL a token; null: fixed.")
+    kl_horizon: Count | None = opt(None, "Trajectories over which kl_coef adapts (10000).")
+    ref_refresh_steps: Count | None = opt(
+        None, "Steps after which the reference becomes the current policy; null: never."
     )
-    entropy_coef: NotNegative = Field(default=0.0, description="Weight of an entropy bonus; 0: none.")
-    entropy_target: Positive | None = Field(
-        default=None, description="Adapt the bonus: it grows by entropy_coef a step below this entropy, else shrinks."
+    entropy_coef: NotNegative = opt(0.0, "Weight of an entropy bonus; 0: none.")
+    entropy_target: Positive | None = opt(
+        None, "Adapt the bonus: it grows by entropy_coef a step below this entropy, else shrinks."
     )
-    llds_coef: NotNegative = Field(
-        default=0.0, description="Weight of the penalty on good actions that become unlikely (LLDS); 0: none."
+    llds_coef: NotNegative = opt(0.0, "Weight of the penalty on good actions that become unlikely (LLDS); 0: none.")
+    llds_gate: Literal["action", "response", "token"] | None = opt(
+        None, "What must have become unlikelier as a whole for that penalty to act."
     )
-    llds_gate: Literal["action", "response", "token"] | None = Field(
-        default=None, description="What must have become unlikelier as a whole for that penalty to act."
+    llds_answer_weight: Fraction | None = opt(
+        None, "Weight of the final turn's tokens in that penalty (LLDS-MA); null: 1."
     )
-    llds_answer_weight: Fraction | None = Field(
-        default=None, description="Weight of the final turn's tokens in that penalty (LLDS-MA); null: 1."
+    overlong_length: Count | None = opt(
+        None, "Sampled tokens from which a trajectory has the whole length penalty; null: none."
     )
-    overlong_length: Count | None = Field(
-        default=None, description="Sampled tokens from which a trajectory has the whole length penalty; null: none."
+    overlong_cache: Count | None = opt(None, "Tokens before that over which the penalty rises.")
+    overlong_factor: Positive | None = opt(None, "The whole penalty, in units of reward (1).")
+    dynamic_sampling: Count | None = opt(
+        None, "Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one."
     )
-    overlong_cache: Count | None = Field(default=None, description="Tokens before that over which the penalty rises.")
-    overlong_factor: Positive | None = Field(default=None, description="The whole penalty, in units of reward (1).")
-    dynamic_sampling: Count | None = Field(
-        default=None,
-        description="Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one.",
+    curriculum: CurriculumSection | None = opt(
+        None, "Choose tasks by the success of their kind; null: as the stream has them."
     )
-    curriculum: CurriculumSection | None = Field(
-        default=None, description="Choose tasks by the success of their kind; null: as the stream has them."
-    )
-    max_staleness: CountOrZero = Field(
-        default=0,
-        description="Updates that may lie between sampling a token and learning from it: sampling then goes on during "
+    max_staleness: CountOrZero = opt(
+        0,
+        "Updates that may lie between sampling a token and learning from it: sampling then goes on during "
         "updates, and correction is tis unless you choose; 0: they take turns.",
     )
-    stale: Literal["requeue", "drop", "keep"] | None = Field(
-        default=None,
-        description="What becomes of groups that are older: their tasks are played again (requeue, the default), they "
+    stale: Literal["requeue", "drop", "keep"] | None = opt(
+        None,
+        "What becomes of groups that are older: their tasks are played again (requeue, the default), they "
         "are given up (drop), or learned from all the same (keep).",
     )
-    oversample: CountOrZero = Field(
-        default=0,
-        description="Groups started beyond tasks_per_step; the last to finish are cancelled and their tasks played in "
+    oversample: CountOrZero = opt(
+        0,
+        "Groups started beyond tasks_per_step; the last to finish are cancelled and their tasks played in "
         "the next step.",
     )
-    truncated: Literal["as_is", "zero", "mask"] = Field(
-        default="as_is",
-        description="Truncated trajectories keep their score (as_is), score 0 (zero), or keep it in the group's "
+    truncated: Literal["as_is", "zero", "mask"] = opt(
+        "as_is",
+        "Truncated trajectories keep their score (as_is), score 0 (zero), or keep it in the group's "
         "baseline without entering the loss (mask).",
     )
-    reward_model: Text | None = Field(
-        default=None, description="Earlier reward_model stage whose score is the reward; null: the verifiers."
-    )
-    process_reward: Text | None = Field(
-        default=None,
-        description="Earlier reward_model stage with labels: process, whose chances of success make the step scores "
+    reward_model: Text | None = opt(None, "Earlier reward_model stage whose score is the reward; null: the verifiers.")
+    process_reward: Text | None = opt(
+        None,
+        "Earlier reward_model stage with labels: process, whose chances of success make the step scores "
         "(gigpo, turn, process): a turn's is what it adds to the chance, or with process_form min and potential the "
         "chance after it; null: the environment's rewards.",
     )
 
-    safeguards: Literal["off", "auto"] | tuple[Text, ...] = Field(
-        default="off",
-        description="What may be done about findings while training (docs/safeguards.md): off; auto: all that this "
+    safeguards: Literal["off", "auto"] | tuple[Text, ...] = opt(
+        "off",
+        "What may be done about findings while training (docs/safeguards.md): off; auto: all that this "
         f"stage can use; or a list of {', '.join(SAFEGUARDS)}.",
     )
 
@@ -214,12 +205,9 @@ class RlStage(RlBase):
                 raise refuse("", f"got '{name}'{did_you_mean(name, allowed)} (allowed: {known})")
         return tuple(names)
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, data: Any) -> Any:
-        """Null keys become what the algorithm and the other keys make of them."""
-        if not isinstance(data, dict):
-            return data
+    def derived(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """What the algorithm and the other keys make of null ones, beside the others."""
         preset = PRESETS.get(str(data.get("algorithm", "grpo")))
         nullable = {name for name, field in cls.model_fields.items() if field.default is None}
         filled = {key: value for key, value in data.items() if value is not None or key not in nullable}
@@ -279,31 +267,26 @@ class RlStage(RlBase):
         if preset is None:
             for key in ("advantage", "loss", "aggregation"):
                 if getattr(self, key) is None:
-                    raise refuse(key, f"got nothing, but algorithm 'custom' needs it; allowed: {_allowed(key)}")
+                    some = "token-mean, seq-mean-token-mean, seq-mean-token-sum, ..."
+                    allowed = ", ".join(EFFECTS.get(key, {})) or some
+                    raise refuse(key, f"got nothing, but algorithm 'custom' needs it; allowed: {allowed}")
             return
         fixed = ("advantage", "loss", *(("normalize_std",) if "normalize_std" in preset.choices else ()))
         if self.algorithm == "dr_grpo":
             fixed += ("aggregation",)
         for key in fixed:
             if getattr(self, key) != preset.choices[key]:
-                raise refuse(
-                    key,
-                    f"got {_said(getattr(self, key))}, but {self.algorithm} means {_said(preset.choices[key])}; leave "
-                    "it out, or use algorithm: custom",
-                )
+                means = f"but {self.algorithm} means {said(preset.choices[key])}"
+                raise refuse(key, f"got {said(getattr(self, key))}, {means}; leave it out, or use algorithm: custom")
 
     def _check_choices(self) -> None:
         """Every key that belongs to a choice not made is refused."""
         for choice, table in EFFECTS.items():
             chosen = getattr(self, choice)
-            own = table.get(chosen, {}) if chosen is not None else {}
             for key in dict.fromkeys(key for keys in table.values() for key in keys):
-                if key in own or getattr(self, key) is None:
-                    continue
-                users = ", ".join(name for name, keys in table.items() if key in keys)
-                raise refuse(
-                    key, f"got {_said(getattr(self, key))} without effect, as {choice} is {chosen}; it is for {users}"
-                )
+                if key not in table.get(chosen, {}):
+                    users = ", ".join(name for name, keys in table.items() if key in keys)
+                    self.refuse_given([key], f"as {choice} is {chosen}; it is for {users}")
 
     def _check_batch(self) -> None:
         minibatches = self.minibatches or 1
@@ -313,77 +296,51 @@ class RlStage(RlBase):
             why = "a set of the whole group leaves nothing to compare"
             raise refuse("pass_k", f"got {self.pass_k}; allowed: 1 to {self.group_size - 1}, below group_size ({why})")
         if minibatches > self.tasks_per_step or self.tasks_per_step % minibatches:
-            raise refuse(
-                "minibatches",
-                f"got {minibatches}, which doesn't divide the {self.tasks_per_step} tasks_per_step into equal "
-                f"sets of whole groups; allowed: {divisors(self.tasks_per_step)}",
-            )
+            why = f"which doesn't divide the {self.tasks_per_step} tasks_per_step into equal sets of whole groups"
+            raise refuse("minibatches", f"got {minibatches}, {why}; allowed: {divisors(self.tasks_per_step)}")
         if self.single_update:
             why = "as a batch has one update, whose ratio is 1; set minibatches or updates_per_batch too"
-            for key in RATIO_KEYS:
-                if getattr(self, key) is not None:
-                    raise refuse(key, f"got {_said(getattr(self, key))} without effect, {why}")
+            self.refuse_given(RATIO_KEYS, why)
             if self.llds_coef:
                 raise refuse("llds_coef", f"got {self.llds_coef:g} without effect, {why}")
         elif self.loss == "policy_gradient":
-            raise refuse(
-                "minibatches" if minibatches > 1 else "updates_per_batch",
-                f"got {max(minibatches, self.updates_per_batch)}, but loss 'policy_gradient' has no ratio and is wrong "
-                "after the first update of a batch; allowed: 1, or a loss with a ratio such as ppo_clip",
-            )
+            key = "minibatches" if minibatches > 1 else "updates_per_batch"
+            why = "but loss 'policy_gradient' has no ratio and is wrong after the first update of a batch"
+            allowed = "1, or a loss with a ratio such as ppo_clip"
+            raise refuse(key, f"got {max(minibatches, self.updates_per_batch)}, {why}; allowed: {allowed}")
 
     def _check_loss(self) -> None:
         if self.dual_clip and self.dual_clip <= 1 + (self.clip_high or 0):
             allowed = f"more than 1 + clip_high = {1 + (self.clip_high or 0):g}, or 0 for none"
             raise refuse("dual_clip", f"got {self.dual_clip:g}; allowed: {allowed}")
-        if self.norm_length is not None and self.aggregation != LENGTH_NORMALISED:
-            raise refuse(
-                "norm_length", f"got {self.norm_length} without effect, as aggregation is '{self.aggregation}'"
-            )
+        if self.aggregation != LENGTH_NORMALISED:
+            self.refuse_given(["norm_length"], f"as aggregation is '{self.aggregation}'")
         if self.loss in SEQUENCE_LOSSES and self.aggregation != SEQUENCES:
-            raise refuse(
-                "aggregation",
-                f"got '{self.aggregation}', but loss '{self.loss}' is a mean over sequences; allowed: {SEQUENCES}",
-            )
+            why = f"but loss '{self.loss}' is a mean over sequences"
+            raise refuse("aggregation", f"got '{self.aggregation}', {why}; allowed: {SEQUENCES}")
         if self.correction is not None and self.old_logprobs == "engine":
-            raise refuse(
-                "correction",
-                f"got '{self.correction}' with old_logprobs 'engine', whose ratio already holds the correction; use "
-                "one of them",
-            )
-        if self.correction_low is not None and self.correction_high is not None:  # noqa: SIM102
-            if self.correction_low >= self.correction_high:
-                raise refuse(
-                    "correction_low",
-                    f"got {self.correction_low:g}; allowed: below correction_high ({self.correction_high:g})",
-                )
+            why = "with old_logprobs 'engine', whose ratio already holds the correction"
+            raise refuse("correction", f"got '{self.correction}' {why}; use one of them")
+        low, high = self.correction_low, self.correction_high
+        if low is not None and high is not None and low >= high:
+            raise refuse("correction_low", f"got {low:g}; allowed: below correction_high ({high:g})")
 
     def _check_kl(self) -> None:
         if self.kl_coef == 0:
-            for key in ("kl_in", "kl_estimator", "kl_target", "kl_horizon", "ref_refresh_steps"):
-                if getattr(self, key) is not None:
-                    raise refuse(key, f"got {_said(getattr(self, key))} without effect, as kl_coef is 0; set it too")
-            return
-        if self.kl_horizon is not None and self.kl_target is None:
-            raise refuse("kl_horizon", f"got {self.kl_horizon} without effect, as kl_target is null; set it too")
+            keys = ("kl_in", "kl_estimator", "kl_target", "kl_horizon", "ref_refresh_steps")
+            return self.refuse_given(keys, "as kl_coef is 0; set it too")
+        if self.kl_target is None:
+            self.refuse_given(["kl_horizon"], "as kl_target is null; set it too")
         if self.kl_in == "reward":
             if self.advantage not in KL_IN_REWARD:
-                raise refuse(
-                    "kl_in",
-                    f"got 'reward', but advantage '{self.advantage}' would rescale the KL by each group's rewards; "
-                    f"use loss, or an advantage of {', '.join(KL_IN_REWARD)}",
-                )
+                why = f"but advantage '{self.advantage}' would rescale the KL by each group's rewards"
+                raise refuse("kl_in", f"got 'reward', {why}; use loss, or an advantage of {', '.join(KL_IN_REWARD)}")
             if self.kl_estimator != "k1":
-                raise refuse(
-                    "kl_estimator",
-                    f"got '{self.kl_estimator}'; in the reward only k1 gives the gradient of the KL; allowed: k1",
-                )
+                why = "in the reward only k1 gives the gradient of the KL"
+                raise refuse("kl_estimator", f"got '{self.kl_estimator}'; {why}; allowed: k1")
         elif self.kl_estimator == "k1":
-            raise refuse(
-                "kl_estimator",
-                "got 'k1': as a loss its gradient is zero in expectation, so it would only add noise; allowed: k2, "
-                "k3_ratio, k3",
-            )
+            why = "as a loss its gradient is zero in expectation, so it would only add noise"
+            raise refuse("kl_estimator", f"got 'k1': {why}; allowed: k2, k3_ratio, k3")
 
     def _check_reward(self) -> None:
         """What the reward is made of must reach the advantage."""
@@ -392,35 +349,28 @@ class RlStage(RlBase):
             reads = "each verifier's own score" if self.advantage == "gdpo" else "rewards of 0 and 1"
             for key, value in shaped.items():
                 if value is not None:
-                    raise refuse(
-                        key, f"got {_said(value)}, but advantage '{self.advantage}' reads {reads}; leave it out"
-                    )
-        if self.process_reward is not None and self.advantage not in STEPWISE:
-            why = f"without effect, as advantage is {self.advantage}; it is for {', '.join(STEPWISE)}"
-            raise refuse("process_reward", f"got '{self.process_reward}' {why}")
+                    why = f"but advantage '{self.advantage}' reads {reads}; leave it out"
+                    raise refuse(key, f"got {said(value)}, {why}")
+        if self.advantage not in STEPWISE:
+            why = f"as advantage is {self.advantage}; it is for {', '.join(STEPWISE)}"
+            self.refuse_given(["process_reward"], why)
         if self.truncated == "zero" and (self.advantage == "gdpo" or self.reward_model is not None):
-            why = (
-                "each verifier's own score is read" if self.advantage == "gdpo" else "0 is no bad score of such a model"
-            )
+            own = self.advantage == "gdpo"
+            why = "each verifier's own score is read" if own else "0 is no bad score of such a model"
             raise refuse("truncated", f"got 'zero', but {why}; allowed: as_is, mask")
         if self.stale is not None and not self.max_staleness:
             raise refuse("stale", f"got '{self.stale}' without effect: with max_staleness 0 no group is ever stale")
         if self.oversample and self.max_staleness:
-            raise refuse(
-                "oversample", f"got {self.oversample} without effect: with max_staleness late groups come later"
-            )
+            why = "with max_staleness late groups come later"
+            raise refuse("oversample", f"got {self.oversample} without effect: {why}")
         if (self.dynamic_sampling or 1) > 1:
             if self.group_size == 1:
                 raise refuse("dynamic_sampling", f"got {self.dynamic_sampling}, but a group of 1 never has a spread")
             if self.reward_model is not None:
-                raise refuse(
-                    "dynamic_sampling",
-                    f"got {self.dynamic_sampling}, but it judges by the verifiers, and reward_model is the reward",
-                )
-        if self.critic is not None and self.critic.warmup_steps >= self.steps:
-            raise refuse(
-                "critic.warmup_steps", f"got {self.critic.warmup_steps}; allowed: fewer than the {self.steps} steps"
-            )
+                why = "but it judges by the verifiers, and reward_model is the reward"
+                raise refuse("dynamic_sampling", f"got {self.dynamic_sampling}, {why}")
+        if self.critic is not None and (got := self.critic.warmup_steps) >= self.steps:
+            raise refuse("critic.warmup_steps", f"got {got}; allowed: fewer than the {self.steps} steps")
 
     def _check_rest(self) -> None:
         self._check_reward()
@@ -431,17 +381,13 @@ class RlStage(RlBase):
             raise refuse("old_logprobs", "got 'engine', but mismatch would then act as lost likelihood; use recompute")
         if self.entropy_target is not None and not self.entropy_coef:
             raise refuse("entropy_target", "got a target without effect, as entropy_coef is 0; set it too (the step)")
-        for key in ("llds_gate", "llds_answer_weight"):
-            if not self.llds_coef and getattr(self, key) is not None:
-                raise refuse(key, f"got {_said(getattr(self, key))} without effect, as llds_coef is 0; set it too")
+        if not self.llds_coef:
+            self.refuse_given(("llds_gate", "llds_answer_weight"), "as llds_coef is 0; set it too")
         if self.overlong_length is None:
-            for key in ("overlong_cache", "overlong_factor"):
-                if getattr(self, key) is not None:
-                    raise refuse(key, f"got {getattr(self, key)} without effect, as overlong_length is null")
+            self.refuse_given(("overlong_cache", "overlong_factor"), "as overlong_length is null")
         elif self.overlong_cache is None or self.overlong_cache > self.overlong_length:
-            raise refuse(
-                "overlong_cache", f"got {self.overlong_cache}; allowed: 1 to overlong_length ({self.overlong_length})"
-            )
+            allowed = f"1 to overlong_length ({self.overlong_length})"
+            raise refuse("overlong_cache", f"got {self.overlong_cache}; allowed: {allowed}")
 
 
 def _fill_choices(filled: dict[str, Any]) -> None:
@@ -457,14 +403,6 @@ def _fill_choices(filled: dict[str, Any]) -> None:
 def _positive(data: dict[str, Any], key: str) -> bool:
     value = data.get(key)
     return isinstance(value, (int, float)) and value > 0
-
-
-def _said(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value}"
-
-
-def _allowed(key: str) -> str:
-    return ", ".join(EFFECTS.get(key, {})) or "token-mean, seq-mean-token-mean, seq-mean-token-sum, ..."
 
 
 def divisors(number: int) -> str:

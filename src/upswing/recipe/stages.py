@@ -17,8 +17,10 @@ from upswing.recipe.fields import (
     NotNegative,
     Positive,
     Section,
+    Several,
     Split,
     Text,
+    opt,
     refuse,
 )
 from upswing.recipe.offline import PreferenceStage
@@ -30,61 +32,45 @@ from upswing.recipe.training import TrainStage
 class Graduation(Section):
     """When SFT is good enough for RL to take over: format learned, loss flat, diversity kept."""
 
-    enabled: Bool = Field(
-        default=True, description="Check at every evaluation; off: train for all epochs without asking."
+    enabled: Bool = opt(True, "Check at every evaluation; off: train for all epochs without asking.")
+    stop: Bool = opt(True, "Stop SFT at the first check that passes.")
+    tasks: Count = opt(24, "Train tasks sampled for the check.")
+    pass_k: Several = opt(8, "Samples a task; pass@k counts a task as solved when one of k samples is right.")
+    temperature: Positive = opt(1.0, "Sampling temperature of the check; use that of the RL stage.")
+    flat_tol: NotNegative = opt(
+        0.01, "Validation loss counts as flat when its relative fall since the last check is below this."
     )
-    stop: Bool = Field(default=True, description="Stop SFT at the first check that passes.")
-    tasks: Count = Field(default=24, description="Train tasks sampled for the check.")
-    pass_k: Annotated[int, Field(strict=True, ge=2)] = Field(
-        default=8, description="Samples a task; pass@k counts a task as solved when one of k samples is right."
-    )
-    temperature: Positive = Field(
-        default=1.0, description="Sampling temperature of the check; use that of the RL stage."
-    )
-    flat_tol: NotNegative = Field(
-        default=0.01,
-        description="Validation loss counts as flat when its relative fall since the last check is below this.",
-    )
-    min_format_valid: Fraction = Field(default=0.9, description="Least share of samples in the right format.")
-    min_passk_gain: Fraction = Field(default=0.1, description="Least pass@k minus pass@1.")
-    min_entropy: NotNegative = Field(default=0.02, description="Least mean entropy in nats of sampled tokens.")
-    min_mixed_frac: Fraction = Field(
-        default=0.25,
-        description="Least share of tasks that some samples solve and some don't: the tasks RL learns from.",
+    min_format_valid: Fraction = opt(0.9, "Least share of samples in the right format.")
+    min_passk_gain: Fraction = opt(0.1, "Least pass@k minus pass@1.")
+    min_entropy: NotNegative = opt(0.02, "Least mean entropy in nats of sampled tokens.")
+    min_mixed_frac: Fraction = opt(
+        0.25, "Least share of tasks that some samples solve and some don't: the tasks RL learns from."
     )
 
 
 class SftStage(TrainStage):
     """Supervised fine-tuning on trajectories that a scripted expert plays in the environment."""
 
-    stage: Literal["sft"] = Field(default="sft", description="Kind of stage.")
-    name: Text = Field(default="sft", description="Name of the stage: its folder, and what later stages refer to.")
-    demonstrations: Count = Field(default=160, description="Expert trajectories to train on.")
-    validation_demonstrations: CountOrZero = Field(
-        default=32, description="Further expert trajectories for validation loss."
-    )
-    demonstrations_seed: Int = Field(
-        default=0, description="Seed of the demonstrations; stages with the same seed train on the same ones."
-    )
-    env_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Environment arguments for the demonstrations only, over those of env.args, such as a larger "
+    stage: Literal["sft"] = opt("sft", "Kind of stage.")
+    name: Text = opt("sft", "Name of the stage: its folder, and what later stages refer to.")
+    demonstrations: Count = opt(160, "Expert trajectories to train on.")
+    validation_demonstrations: CountOrZero = opt(32, "Further expert trajectories for validation loss.")
+    demonstrations_seed: Int = opt(0, "Seed of the demonstrations; stages with the same seed train on the same ones.")
+    env_args: dict[str, Any] = opt(
+        dict,
+        "Environment arguments for the demonstrations only, over those of env.args, such as a larger "
         "budget of searches for a wasteful expert.",
     )
-    min_reward: Float = Field(default=1.0, description="Demonstrations that score less are left out.")
-    epochs: Count = Field(default=1, description="Passes over the demonstrations.")
-    batch_size: Count = Field(default=8, description="Trajectories an update.")
-    lr: Positive = Field(default=1e-4, description="Peak learning rate.")
-    warmup_frac: Fraction = Field(
-        default=0.05, description="Share of the updates during which the learning rate rises."
-    )
-    eval_every: CountOrZero = Field(default=10, description="Updates between validations; 0: only at the end.")
-    graduation: Graduation = Field(default_factory=Graduation, description="When SFT is good enough for RL.")
-    time_limit_s: Positive | None = Field(
-        default=None, description="Stop after so many seconds of training, repeating epochs until then."
-    )
-    time_limit_as: Text | None = Field(
-        default=None, description="Name of an earlier stage whose wall time is the time limit (an SFT control for RL)."
+    min_reward: Float = opt(1.0, "Demonstrations that score less are left out.")
+    epochs: Count = opt(1, "Passes over the demonstrations.")
+    batch_size: Count = opt(8, "Trajectories an update.")
+    lr: Positive = opt(1e-4, "Peak learning rate.")
+    warmup_frac: Fraction = opt(0.05, "Share of the updates during which the learning rate rises.")
+    eval_every: CountOrZero = opt(10, "Updates between validations; 0: only at the end.")
+    graduation: Graduation = opt(Graduation, "When SFT is good enough for RL.")
+    time_limit_s: Positive | None = opt(None, "Stop after so many seconds of training, repeating epochs until then.")
+    time_limit_as: Text | None = opt(
+        None, "Name of an earlier stage whose wall time is the time limit (an SFT control for RL)."
     )
 
     @model_validator(mode="after")
@@ -94,50 +80,41 @@ class SftStage(TrainStage):
         if self.batch_size > self.demonstrations:
             raise refuse("batch_size", f"got {self.batch_size}, more than the {self.demonstrations} demonstrations")
         if self.graduation.enabled and self.graduation.stop and self.validation_demonstrations == 0:
-            raise refuse(
-                "validation_demonstrations",
-                "got 0, but graduation needs a validation loss; allowed: 1 and more, or graduation.enabled: false",
-            )
+            why = "graduation needs a validation loss; allowed: 1 and more, or graduation.enabled: false"
+            raise refuse("validation_demonstrations", f"got 0, but {why}")
         return self
 
 
 class EvalStage(Section):
     """Measure checkpoints on the same questions, each with a paired test against the one before it."""
 
-    stage: Literal["eval"] = Field(default="eval", description="Kind of stage.")
-    name: Text = Field(default="eval", description="Name of the stage: its folder.")
-    of: tuple[Text, ...] = Field(
-        default=("previous",),
+    stage: Literal["eval"] = opt("eval", "Kind of stage.")
+    name: Text = opt("eval", "Name of the stage: its folder.")
+    of: tuple[Text, ...] = opt(
+        ("previous",),
+        "What is measured: previous, base or earlier stages; each is compared with the one before it.",
         min_length=1,
-        description="What is measured: previous, base or earlier stages; each is compared with the one before it.",
     )
-    split: Split = Field(default="dev", description="Split of the tasks: train, dev or test.")
-    tasks: Count = Field(default=200, description="Number of tasks.")
-    greedy: Bool = Field(default=True, description="Take the likeliest token; false: sample.")
-    samples: Count = Field(default=1, description="Samples a task; more than 1 needs greedy: false.")
-    temperature: Positive | None = Field(
-        default=None, description="Sampling temperature (1 by default); greedy has none."
+    split: Split = opt("dev", "Split of the tasks: train, dev or test.")
+    tasks: Count = opt(200, "Number of tasks.")
+    greedy: Bool = opt(True, "Take the likeliest token; false: sample.")
+    samples: Count = opt(1, "Samples a task; more than 1 needs greedy: false.")
+    temperature: Positive | None = opt(None, "Sampling temperature (1 by default); greedy has none.")
+    best_of: Several | None = opt(
+        None, "Also measure the best of so many samples, as reward_model scores them, beside pass@1 and pass@k."
     )
-    best_of: Annotated[int, Field(strict=True, ge=2)] | None = Field(
-        default=None,
-        description="Also measure the best of so many samples, as reward_model scores them, beside pass@1 and pass@k.",
-    )
-    reward_model: Text | None = Field(default=None, description="Earlier reward_model stage that chooses (best_of).")
-    choose_by: Literal["last", "min", "product"] | None = Field(
-        default=None,
-        description="What it chooses by: its score at the end (last, the default), or with labels: process the least "
+    reward_model: Text | None = opt(None, "Earlier reward_model stage that chooses (best_of).")
+    choose_by: Literal["last", "min", "product"] | None = opt(
+        None,
+        "What it chooses by: its score at the end (last, the default), or with labels: process the least "
         "or the product of the chances after each turn (best_of).",
     )
-    seed: Int = Field(default=0, description="Seed of the tasks and of the sampling.")
+    seed: Int = opt(0, "Seed of the tasks and of the sampling.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
+    def derived(cls, data: dict[str, Any]) -> dict[str, Any]:
         own: dict[str, Any] = {"temperature": 1.0} if data.get("greedy") is False else {}
-        own |= {"choose_by": "last"} if data.get("best_of") is not None else {}
-        return {**data, **{key: value for key, value in own.items() if data.get(key) is None}}
+        return own | ({"choose_by": "last"} if data.get("best_of") is not None else {})
 
     @model_validator(mode="after")
     def _effective(self) -> Self:

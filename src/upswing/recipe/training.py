@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from upswing.recipe.fields import Count, GradientCheckpointing, NotNegative, Positive, Schedule, Section, Text
+from upswing.recipe.fields import Count, GradientCheckpointing, NotNegative, Positive, Schedule, Section, Text, opt
 from upswing.recipe.lora import Lora
 
 
@@ -13,18 +13,16 @@ class TrainStage(Section):
 
     stage: str = Field(description="Kind of stage.")
     name: Text = Field(description="Name of the stage: its folder, and what later stages refer to.")
-    from_: Text = Field(
-        default="previous",
-        alias="from",
-        description="Weights to start from: previous, base or the name of an earlier stage.",
+    from_: Text = opt(
+        "previous", "Weights to start from: previous, base or the name of an earlier stage.", alias="from"
     )
     lr: Positive = Field(description="Peak learning rate.")
-    schedule: Schedule = Field(default="constant", description="Learning rate after warm-up.")
-    weight_decay: NotNegative = Field(default=0.0, description="AdamW weight decay.")
-    grad_clip: Positive = Field(default=1.0, description="Largest gradient norm; larger ones are scaled down.")
-    max_tokens_per_pack: Count | None = Field(
-        default=None,
-        description="Tokens a packed forward may hold (a row or pair is never cut); bounds memory. null: 1024 on a "
+    schedule: Schedule = opt("constant", "Learning rate after warm-up.")
+    weight_decay: NotNegative = opt(0.0, "AdamW weight decay.")
+    grad_clip: Positive = opt(1.0, "Largest gradient norm; larger ones are scaled down.")
+    max_tokens_per_pack: Count | None = opt(
+        None,
+        "Tokens a packed forward may hold (a row or pair is never cut); bounds memory. null: 1024 on a "
         "CPU, 8192 on a GPU.",
     )
     gradient_checkpointing: GradientCheckpointing = False

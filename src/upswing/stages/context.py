@@ -150,6 +150,8 @@ class RunContext:
         """Load weights into the engine under the next policy version -> that version."""
         version = self.state.take_version()
         await self.engine.update_weights(weights, version)
+        if isinstance(self.engine, TorchEngine):  # copied into its own
+            self.engine.stats.weight_bytes += sum(p.nbytes for p in self.engine.model.parameters())
         return version
 
     def rollouts_at(self, step: int) -> Rollouts:

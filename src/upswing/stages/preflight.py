@@ -194,7 +194,7 @@ def learner_bytes(
     """What a rank of the learner holds, by what takes it; `fits`: of 1 GB. The model's weights may be on meta."""
     may_pull = stage.kl_coef or "kl" in usable(stage.safeguards, dict(stage))  # by a safeguard, in mid-run
     weights = list(model.parameters())
-    held, many = sum(p.nbytes for p in weights), sum(p.numel() for p in weights)
+    held = sum(p.nbytes for p in weights)
     trained = held + 12 * sum(p.numel() for p in weights if p.requires_grad)  # gradient and two moments in float32
     pack = stage.max_tokens_per_pack or (CPU_PACK if device == "cpu" else GPU_PACK)
     pack = max(pack, recipe.limits.context_tokens)
@@ -202,11 +202,20 @@ def learner_bytes(
     activations = min(kept, pack / fits.recomputed if choice is True else choice or kept)
     return {
         "the policy's weights, gradients and moments": trained / ranks,
-        "weights in 16 bits": 0 if dtype == torch.float32 else 2 * many,
+        "weights in 16 bits": 0 if dtype == torch.float32 else 2 * _cast(model, choice is True),
         "the reference": held / ranks if may_pull and stage.lora is None else 0,
         "the critic": trained if stage.critic is not None and stage.critic.kind == "separate" else 0,
         "activations": 1e9 * activations + 8 * min(CHUNK_ELEMENTS, pack * model.config.vocab_size),
     }
+
+
+def _cast(model: Any, recomputed: bool) -> float:
+    """Numbers that a forward and backward hold in the compute precision at once: of the whole model but what is only
+    looked up; where layers are recomputed, of a layer or the head."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    apart = 0 if head is embedding else embedding.numel()
+    every = float(sum(p.numel() for p in model.parameters()) - apart)
+    return max((every - head.numel()) / model.config.num_hidden_layers, head.numel()) if recomputed else every
 
 
 def machine_bytes(device: torch.device) -> float:

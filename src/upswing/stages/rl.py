@@ -154,6 +154,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
         "rollout_s": rollout_s,
         "update_s": found.get("seconds", 0.0),
         "sync_s": step_s - learned_s,
+        "sync_gb": (context.engine.stats.weight_bytes - before["weight_bytes"]) / 1e9,
         "step_s": step_s,
         "train_s": training.train_s,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
 import platform
 import tempfile
 import time
@@ -60,6 +61,7 @@ from upswing.view.run_folder import ENVIRONMENT, RECIPE, RESULTS, read_json, rep
 from upswing.world import World, preflight
 
 T = TypeVar("T")
+ALONE = "start this recipe without torchrun, or with cluster.learners: 1"
 
 RUNNERS: dict[type, Callable[..., Coroutine[Any, Any, dict[str, Any]]]] = {
     SftStage: run_sft,
@@ -82,6 +84,7 @@ class RunResult:
 
 def check(recipe: Recipe) -> World:
     """Everything that can be found wrong without loading the model. Raises ConfigError."""
+    check_ranks(recipe)
     resolve_model(recipe.model, download=False)
     if recipe.engine.quantize is not None:
         check_int8(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -91,6 +94,26 @@ def check(recipe: Recipe) -> World:
         if isinstance(stage, DistillStage):
             check_teacher(recipe, stage, index)
     return preflight(recipe)
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Raises ConfigError for what isn't done on several ranks, if there are: the recipe's, or torchrun's."""
+    torchrun = "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if torchrun and recipe.cluster.learners > 1:
+        raise ConfigError("cluster.learners: torchrun has started the ranks already; leave one of them out")
+    if not torchrun and recipe.cluster.learners == 1:
+        return
+    for stage in recipe.stages:
+        if isinstance(stage, EvalStage):
+            continue
+        where = f"stages.{stage.name}"
+        if not isinstance(stage, SftStage | RlStage):
+            raise ConfigError(f"{where}: a {stage.stage} stage runs on one rank; {ALONE}")
+        for key in ("lora", "critic"):
+            if getattr(stage, key, None) is not None:
+                raise ConfigError(f"{where}.{key} works on one rank; leave it out, or {ALONE}")
+        if (wanted := stage.gradient_checkpointing) and wanted is not True:
+            raise ConfigError(f"{where}.gradient_checkpointing: {wanted} GB; allowed on several ranks: true, false")
 
 
 def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None) -> RunResult:

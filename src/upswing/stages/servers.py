@@ -52,7 +52,8 @@ def server_of(recipe: Recipe, log: Progress) -> HttpEngine | OpenAIEngine | RayE
     """None: the embedded engine. Raises ConfigError when it isn't there or can't do what the stages need."""
     section = recipe.engine
     if recipe.cluster.kind == "ray":
-        return RayEngines(Cluster(recipe.cluster, log.warn), recipe.model, **engine_options(recipe))
+        more = {"turn_timeout_s": recipe.limits.turn_timeout_s, **engine_options(recipe)}
+        return RayEngines(Cluster(recipe.cluster, log.warn), recipe.model, **more)
     if section.url is None:
         return _vllm_here(recipe) if section.kind == "vllm" else None
     api_key = None if section.api_key_env is None else os.environ.get(section.api_key_env)

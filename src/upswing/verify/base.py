@@ -12,7 +12,8 @@ from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolRec
 @dataclass(frozen=True, kw_only=True)
 class Episode:
     """A read-only view of a finished trajectory. A verifier is a function whose parameters are named like these
-    fields, such as `def correct(answer, gold): ...`; it returns a float, a bool, None (could not score) or a Score."""
+    fields, such as `def correct(answer, gold): ...`; it returns a float, a bool, None (could not score) or a Score.
+    A task without a gold is refused under a verifier that asks for it, unless by a parameter with a default."""
 
     task: Task
     messages: tuple[Message, ...]

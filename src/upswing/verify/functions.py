@@ -12,11 +12,11 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.plugins import load_object
-from upswing.trajectory.types import Score
+from upswing.trajectory.types import Score, Task
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.options import Options, no_argument
-from upswing.verify.text import one_line
+from upswing.verify.text import accepted, one_line
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
 WHOLE = "episode"
@@ -51,6 +51,16 @@ ELSEWHERE: Mapping[str, str] = {
     "trl": "upswing.envs.adapters.trl:Reward",
 }
 """Those of layers above this one."""
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "choice": ("gold", "data.choices"),
+    "countdown": ("data.numbers", "data.target"),
+    "tool_calls": ("data.calls",),
+    "state": ("data.final_state",),
+    "retrieval_hit": ("data.evidence",),
+    "versus_reference": ("gold",),
+    "reasoning_gym": (),
+}
+"""What a task must have for them. Any other needs a gold if its parameter `gold` has no default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,13 @@ class Verifier:
     timeout_s: float
     inline: bool = False
     """Called where it is, without a thread and a deadline: it is quick, or keeps its time itself."""
+    needs: tuple[str, ...] = ()
+    """What a task must have, or there is no score: `gold`, and `data.KEY`."""
+
+    def lacks(self, task: Task) -> str | None:
+        """The first of `needs` that a task doesn't have."""
+        there = {"gold": accepted(task.gold) or None, **{f"data.{key}": value for key, value in task.data.items()}}
+        return next((field for field in self.needs if there.get(field) is None), None)
 
     async def __call__(self, episode: Episode) -> Score:
         """The score; value None with the reason when it raised, took too long or gave no finite number."""
@@ -133,7 +150,12 @@ def verifier_from(
     if not callable(function):
         raise ConfigError(f"verifier '{label}' must be a function, got {type(function).__name__}")
     fields = _fields_of(function, args, label)
-    return Verifier(function=function, name=label, fields=fields, options=args, timeout_s=timeout_s, inline=inline)
+    gold = inspect.signature(function).parameters.get("gold")
+    needs = () if gold is None or gold.default is not gold.empty else ("gold",)
+    needs = NEEDS.get(given, needs) if isinstance(given, str) else needs
+    return Verifier(
+        name=label, function=function, fields=fields, options=args, timeout_s=timeout_s, inline=inline, needs=needs
+    )
 
 
 def _label(given: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from upswing.errors import ConfigError, did_you_mean
-from upswing.trajectory.types import Score
+from upswing.trajectory.types import Score, Task
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.functions import Verifier, to_score, verifier_from
@@ -94,6 +94,18 @@ class Rubric:
                     f"{where}: got {size}, but verifier '{name}' compares the trajectories of a task and "
                     "is part of the reward; allowed: 2 and more, or weight 0 for it"
                 )
+
+    def lacking(self, task: Task) -> str | None:
+        """What a verifier that is part of the reward needs of a task and doesn't find there; None: nothing."""
+        for name, verifier, weight in self.items:
+            counts = weight or name in self.gates or name in self.ramps
+            if counts and (field := verifier.lacks(task)) is not None:
+                what = "gold (an accepted answer)" if field == "gold" else field
+                return (
+                    f"task '{task.id}' has no {what}, which verifier '{name}' needs; "
+                    "give it one, or take that verifier out of the reward (weight: 0)"
+                )
+        return None
 
     async def score(self, episode: Episode) -> Score:
         """All verifiers, run side by side. The value is None when a gate or one that carries weight couldn't score."""
