@@ -3,15 +3,16 @@
     python bench/async_train.py [--quick] [--seeds 0 1 2 3 4]
 
 The learning is real: the tiny agent of `bench/algorithms.py` learns two turns of tool use with the product's own `rl`
-stage, engine, verifiers and scheduler, 8 tasks x 8 samples a step, two updates of four groups each. What the devices
-take is simulated, in virtual time: one engine and one learner of the kind that `upswing plan` assumes by default (7
-billion parameters, 3 TB/s, 900 TFLOP/s at 40 %, 2 s for the weights), turns of log-normal length (median 200 tokens,
-deviation of the logarithm 1), tools of log-normal time (median 1 s, deviation 1). Python's own time isn't counted.
+stage, engine, verifiers and scheduler, one update of 8 tasks x 8 samples a step. What the devices take is simulated, in
+virtual time: one engine and one learner of the kind that `upswing plan` assumes by default (7 billion parameters,
+3 TB/s, 900 TFLOP/s at 40 %, 2 s for the weights), turns of log-normal length (median 200 tokens, deviation of the
+logarithm 1), tools of log-normal time (median 1 s, deviation 1). Python's own time isn't counted.
 
-- `step_speedup`: time of a step, synchronous / asynchronous (`max_staleness: 2`), median over seeds. As is usual, the
-  synchronous arm computes the log-probs before the update anew (a forward, a third of the update); the asynchronous one
-  takes the sampler's, whose staleness its ratio then corrects.
-- `speedup_equal_bypass`: against a synchronous arm that takes the sampler's too.
+- `step_speedup`: time of a step, synchronous / asynchronous (`max_staleness: 2`), median over seeds. That is all in
+  which the two recipes differ: the asynchronous one corrects as it does by default, by the ratio of the policy before
+  the update to the sampler, truncated (`tis`).
+- `speedup_equal_bypass`: the same number, with the target for arms of which neither runs a forward for the log-probs
+  before the update. With one update a batch neither needs one, as they are those of the update's own forward.
 - `reward_gap_in_seed_sd`: how far the asynchronous arm's success over the last 5 steps is below that of the synchronous
   one, in standard deviations of the latter over the seeds (at least 0.02: the noise of 320 samples).
 - `simulator_error`: in real time, on this machine. `upswing plan` is fitted to a real synchronous run of the tiny agent
@@ -30,8 +31,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,15 @@ from upswing.stages.policy import PolicyMethod
 from upswing.stages.runner import run_recipe
 from upswing.trajectory.types import Task
 
-STEPS, QUICK_STEPS, LAST = 30, 12, 5
+STEPS, QUICK_STEPS, LAST = 30, 8, 5
 TASKS, SAMPLES, STALENESS = 8, 8, 2
 TURN_TOKENS, TURN_SPREAD, PROMPT_TOKENS, RESULT_TOKENS = 200, 1.0, 500, 200
 TOOL_S, TOOL_SPREAD = 1.0, 1.0
-FORWARD = 1 / 3
-"""A forward alone, in forwards with their backward."""
 COSTS = assumed(7e9, 3e12, 9e14, 2.0, None, None, None)
 SLOTS = TASKS * SAMPLES * (STALENESS + 1)
 
-REAL_TOOL_S, REAL_STEPS = 0.4, 12
+REAL, QUICK_REAL = (0.4, 12), (0.2, 5)
+"""Median time of the tools and number of steps, of runs in real time."""
 
 
 class SlowTools(TwoTurns):
@@ -83,7 +84,7 @@ class SlowTools(TwoTurns):
 
 
 def slow_recipe(model: str, seed: int, *, tool_s: float = TOOL_S, tasks: int = TASKS, **more: Any) -> Any:
-    stage = {"stage": "rl", "tasks_per_step": tasks, "group_size": SAMPLES, "lr": LR, "minibatches": 2}
+    stage = {"stage": "rl", "tasks_per_step": tasks, "group_size": SAMPLES, "lr": LR}
     stage |= {"steps": STEPS, "eval_every": 0, "save_every": 0, **more}
     plain = recipe(model, seed, stage)
     env = plain.env.model_copy(update={"name": f"{Path(__file__).resolve()}:SlowTools", "args": {"tool_s": tool_s}})
@@ -120,8 +121,7 @@ def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
         found = await own[1](self, groups, step)
         turns = sum(t.num_turns for group in groups for t in group.trajectories)
         tokens = turns * (TURN_TOKENS * 2.718281828 ** (TURN_SPREAD**2 / 2) + RESULT_TOKENS)
-        again = FORWARD if self.stage.old_logprobs == "recompute" else 0.0
-        await asyncio.sleep(tokens * COSTS.train_token_s * (1 + again) + COSTS.sync_s)
+        await asyncio.sleep(tokens * COSTS.train_token_s + COSTS.sync_s)
         devices[0].stand_still(COSTS.sync_s)
         return found
 
@@ -161,16 +161,15 @@ def _patched(place: Any, name: str, value: Any) -> Any:
 
 
 ARMS: dict[str, dict[str, Any]] = {
-    "sync": {"old_logprobs": "recompute"},
-    "sync_bypass": {"old_logprobs": "engine"},
-    "async": {"old_logprobs": "engine", "max_staleness": STALENESS},
+    "sync": {},
+    "async": {"max_staleness": STALENESS},
 }
 
 
-def trained(seeds: Sequence[int], folder: Path, steps: int) -> dict[str, list[Arm]]:
+def trained(models: Mapping[int, str], folder: Path, steps: int) -> dict[str, list[Arm]]:
+    """`models`: seed -> the weights to start from."""
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
-    for seed in seeds:
-        model = cold_start(seed, folder / f"start-{seed}")
+    for seed, model in models.items():
         for name, keys in ARMS.items():
             found[name].append(train(model, seed, folder / f"{name}-{seed}", steps=steps, **keys))
         told = ", ".join(f"{name} {arms[-1].step_s:.1f} s, {arms[-1].success:.2f}" for name, arms in found.items())
@@ -183,14 +182,14 @@ def trained(seeds: Sequence[int], folder: Path, steps: int) -> dict[str, list[Ar
 
 def real_step_s(model: str, out: Path, **keys: Any) -> float:
     """Median of a real run's steps, the first two left out."""
-    run_recipe(slow_recipe(model, 0, steps=REAL_STEPS, **keys), out, log=Progress(quiet=True))
+    run_recipe(slow_recipe(model, 0, **keys), out, log=Progress(quiet=True))
     steps = [row["step_s"] for row in MetricsLog(out).read("rl") if "step_s" in row]
     return statistics.median(steps[2:])
 
 
-def simulator_errors(model: str, folder: Path) -> dict[str, float]:
+def simulator_errors(model: str, folder: Path, tool_s: float, steps: int) -> dict[str, float]:
     """Relative error of the predicted step time, by what was changed."""
-    real_step_s(model, folder / "fit", tool_s=REAL_TOOL_S)
+    real_step_s(model, folder / "fit", tool_s=tool_s, steps=steps)
     with contextlib.redirect_stdout(io.StringIO()):
         plays, costs, batch, group = measured(folder / "fit", SLOTS)
     slower: Callable[[random.Random], Sequence[Turn]] = lambda rng: [  # noqa: E731
@@ -198,21 +197,16 @@ def simulator_errors(model: str, folder: Path) -> dict[str, float]:
     ]
     together = Layout(engines=1, learners=1, slots=SLOTS, shared=True)
     apart = replace(together, shared=False)
-    slow = {"tool_s": 3 * REAL_TOOL_S}
+    slow = {"tool_s": 3 * tool_s}
     cases: dict[str, tuple[dict[str, Any], Any, Pace, Layout]] = {
-        "twice the batch": ({"tasks": 2 * batch, "tool_s": REAL_TOOL_S}, plays, Pace(batch=2 * batch), together),
+        "twice the batch": ({"tasks": 2 * batch, "tool_s": tool_s}, plays, Pace(batch=2 * batch), together),
         "slower tools": (slow, slower, Pace(batch=batch), together),
-        "slower tools, asynchronous": (
-            {**slow, "max_staleness": 1, "old_logprobs": "engine"},
-            slower,
-            Pace(batch=batch, max_staleness=1),
-            apart,
-        ),
+        "slower tools, asynchronous": ({**slow, "max_staleness": 1}, slower, Pace(batch=batch, max_staleness=1), apart),
     }
     errors = {}
     for name, (keys, drawn, pace, layout) in cases.items():
-        real = real_step_s(model, folder / name.replace(" ", "-"), **keys)
-        said = simulate(plays=drawn, pace=pace, group_size=group, costs=costs, layout=layout, steps=REAL_STEPS).step_s
+        real = real_step_s(model, folder / name.replace(" ", "-"), steps=steps, **keys)
+        said = simulate(plays=drawn, pace=pace, group_size=group, costs=costs, layout=layout, steps=steps).step_s
         errors[name] = abs(said / real - 1)
         print(f"{name}: a real step {real:.2f} s, predicted {said:.2f} s", flush=True)
     return errors
@@ -224,28 +218,26 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
     print(describe_machine(("upswing", "torch")))
-    began = time.perf_counter()
+    began, seeds = time.perf_counter(), args.seeds[:2] if args.quick else args.seeds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arms = trained(args.seeds[:2] if args.quick else args.seeds, folder, QUICK_STEPS if args.quick else STEPS)
-        errors = simulator_errors(str(folder / f"start-{args.seeds[0]}" / "checkpoints" / "sft" / "final"), folder)
+        models = {seed: cold_start(seed, folder / f"start-{seed}") for seed in seeds}
+        errors = simulator_errors(models[seeds[0]], folder, *(QUICK_REAL if args.quick else REAL))
+        arms = trained(models, folder, QUICK_STEPS if args.quick else STEPS)
     print(f"{time.perf_counter() - began:.0f} s")
     return finish("async_train", args.quick, figures_of(arms, errors))
 
 
 def figures_of(arms: dict[str, list[Arm]], errors: dict[str, float]) -> dict[str, Figure]:
-    def faster(than: str) -> Figure:
-        ratios = [slow.step_s / fast.step_s for slow, fast in zip(arms[than], arms["async"], strict=True)]
-        target = 2.67 if than == "sync" else 2.0
-        return Figure(statistics.median(ratios), target, "higher", (min(ratios), max(ratios)))
-
+    ratios = [slow.step_s / fast.step_s for slow, fast in zip(arms["sync"], arms["async"], strict=True)]
+    faster = partial(Figure, statistics.median(ratios), better="higher", spread=(min(ratios), max(ratios)))
     success = {name: [arm.success for arm in found] for name, found in arms.items()}
     sd = max(0.02, statistics.stdev(success["sync"]))
     gap = (statistics.fmean(success["sync"]) - statistics.fmean(success["async"])) / sd
     staleness = [arm.staleness for arm in arms["async"]]
     return {
-        "step_speedup": faster("sync"),
-        "speedup_equal_bypass": faster("sync_bypass"),
+        "step_speedup": faster(target=2.67),
+        "speedup_equal_bypass": faster(target=2.0),
         "reward_gap_in_seed_sd": Figure(gap, 1.0, "lower"),
         "simulator_error": Figure(max(errors.values()), 0.10, "lower", (min(errors.values()), max(errors.values()))),
         "staleness": Figure(statistics.fmean(staleness), None, "lower"),

@@ -25,9 +25,10 @@ FEW, CRASHES = 2, 0.5
 
 
 class Desk(Lookup):
-    """`told_frac`: share of questions that tell the value. `talks`, `guesses`: how often the expert thinks aloud before
-    a call, and how often it answers without one. `fault`: crashes (every other attempt breaks), few_tasks (train tasks
-    about two keys only) or rewrites (the desk takes the agent's own turn out of the conversation)."""
+    """`told_frac`: share of questions that tell the value. `talks`, `guesses`, `repeats`: how often the expert thinks
+    aloud before a call, answers without one, and makes its first call again when that told the value. `fault`: crashes
+    (every other attempt breaks), few_tasks (train tasks about two keys only) or rewrites (the desk takes the agent's
+    own turn out of the conversation)."""
 
     name = "desk"
     max_turns = 2
@@ -35,6 +36,7 @@ class Desk(Lookup):
     told_frac: Share = 0.2
     talks: Share = 0.3
     guesses: Share = 0.1
+    repeats: Share = 0.0
     fault: Literal["none", "crashes", "few_tasks", "rewrites"] = "none"
     _luck: float = 0.0
     _task_now: Task | None = None
@@ -75,10 +77,11 @@ class Desk(Lookup):
         guess = rng.choice(VALUES) if rng.random() < self.guesses else None
         careless = rng.random() < self.expert_noise
         first = rng.choice([one for one in KEYS if one != key]) if careless else key
+        again = self.repeats > 0 and rng.random() < self.repeats  # without it no draw: demonstrations stay as they were
 
         def act(messages: tuple[Message, ...]) -> str:
             heard = [message.content for message in messages if message.role == "tool"]
-            if told or guess or (heard and heard[-1] != UNKNOWN):
+            if told or guess or (heard and heard[-1] != UNKNOWN and not (again and len(heard) == 1)):
                 return f"<answer>{value if told or guess is None else guess}</answer>"
             return f"{aloud}<get>{key if heard else first}</get>"
 

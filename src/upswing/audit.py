@@ -4,8 +4,6 @@ Every attack is a whole play: the expert's turns are repeated in the real enviro
 changed, so that the environment's protocol is attacked along with the verifiers.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import math
@@ -120,20 +118,16 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0) -> AuditR
     """Play every task rightly, then attack the reward with what the right plays suggest."""
     gate = asyncio.Semaphore(_AT_ONCE)
     others = list(dict.fromkeys(gold for task in tasks for gold in task.gold[:1]))
-    untested: dict[str, str] = {}
-
-    verdicts: list[Verdict] = []
+    untested, verdicts = dict[str, str](), list[Verdict]()
 
     async def right(task: Task) -> _Right | None:
         async with gate:
             found = await _right_play(world, task, derive_seed(seed, task.id))
-        if isinstance(found, _Right):
-            return found
         if isinstance(found, Verdict):
             verdicts.append(found)
-        else:
+        elif isinstance(found, str):
             untested[task.id] = found
-        return None
+        return found if isinstance(found, _Right) else None
 
     plays = await asyncio.gather(*map(right, tasks))
 
@@ -153,8 +147,8 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0) -> AuditR
             gained = -math.inf if value is None else value - play.floor
             verdicts.append(Verdict(task.id, one, value, gained > _ENOUGH * (play.full - play.floor), reason))
         if task.gold and not _literal(play.said[-1], play.episode):
-            answer = f"its answer {play.episode.answer!r:.80} doesn't stand in the last message, so only some attacks"
-            untested[task.id] = f"{answer} were tried"
+            why = f"its answer {play.episode.answer!r:.80} doesn't stand in the last message"
+            untested[task.id] = f"{why}, so only some attacks were tried"
 
     await asyncio.gather(*(attack(task, play) for task, play in zip(tasks, plays, strict=True) if play is not None))
     return AuditReport(tuple(verdicts), untested)
@@ -301,10 +295,8 @@ def attacks_on(task: Task, last: str, episode: Episode, others: Sequence[str], r
     if not task.gold:
         return
     accepted = {gold.strip().casefold() for gold in task.gold}
-    strangers = [
-        other for other in others if other.strip().casefold() not in accepted and not _same_number(other, task.gold)
-    ]
-    other = rng.choice(strangers) if strangers else "Atlantis"
+    strange = [one for one in others if one.strip().casefold() not in accepted and not _same_number(one, task.gold)]
+    other = rng.choice(strange) if strange else "Atlantis"
     right = {wrap(gold).casefold() for gold in task.gold}
     wrong = _wrong(answer, other, task.messages[-1].content, wrap)
     for name, texts in _mutated(answer, rng).items():

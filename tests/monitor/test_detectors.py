@@ -299,6 +299,23 @@ def test_scattered_gradients_of_a_small_batch_are_stable():
 
 
 @pytest.mark.parametrize(
+    ("every", "moved", "found"),
+    [(4, 0.08, True), (4, 0.0005, False), (7, 0.08, False)],
+    ids=["far steps", "small steps", "rare jumps"],
+)
+def test_gradients_that_jump_again_and_again_are_unstable_where_steps_are_far(every: int, moved: float, found: bool):
+    first = []
+    for seed in range(20):
+        rows = run("flat", seed, steps=30)[0]
+        for number, row in enumerate(rows):
+            row["grad_norm"] = 2.5 if number > 10 and number % every == 0 else 0.3 + 0.01 * (number % 7)
+            row["kl_old"] = moved
+        seen = (end for end in range(12, 31, 3) if "gradient_instability" in serious(judged(rows[:end])))
+        first.append(next(seen, None))
+    assert first.count(21) >= 17 if found else not any(first)  # the luck of five steps may look like a gain
+
+
+@pytest.mark.parametrize(
     ("broken", "reward", "status"), [(0.9, 0.0, "info"), (0.9, 0.4, "warning"), (0.05, 0.0, "warning")]
 )
 def test_what_a_template_makes_of_gibberish_is_no_fault_of_it(broken: float, reward: float, status: str):

@@ -19,6 +19,7 @@ from upswing.engine.weights import compute_dtype
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.errors import ConfigError
 from upswing.learn.learner import Learner
+from upswing.learn.options import RLOptions
 from upswing.models.load import load_model
 from upswing.recipe import Recipe, recipe_from
 from upswing.stages import context
@@ -170,7 +171,9 @@ def test_oversampling_cancels_the_last_and_plays_their_tasks_later(tmp_path: Pat
 
 def test_staleness_brings_its_correction() -> None:
     stage: Any = slow({"max_staleness": 1}).stages[0]
-    assert (stage.stale, stage.correction) == ("requeue", "tis")
+    assert (stage.stale, stage.correction, stage.old_logprobs) == ("requeue", "tis", None)
+    stage = slow({"max_staleness": 1, "minibatches": 2}).stages[0]
+    assert (stage.correction, RLOptions.of(stage).old_logprobs) == ("tis", "recompute")
     stage = slow({"max_staleness": 1, "correction": "icepop"}).stages[0]
     assert stage.correction == "icepop"
     stage = slow({"max_staleness": 1, "minibatches": 2, "old_logprobs": "engine"}).stages[0]

@@ -1,7 +1,5 @@
 """Calculator: arithmetic that a small model can't do in its head, with a tool that can."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

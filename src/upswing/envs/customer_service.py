@@ -3,8 +3,6 @@
 The shape is tau-bench's (Yao et al. 2024, arXiv:2406.12045); the customer is scripted, so a task is always the same.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -151,9 +149,8 @@ class CustomerService(GeneratedEnv):
         for pattern, word in _SAME.items():
             text = re.sub(pattern, word, text)
         heard = text if len(set(re.findall(r"\d+", text))) <= MAX_NUMBERS else ""
-        self._said = {
-            fact: re.search(rf"(?<!\w){re.escape(fact.lower())}(?!\w)", heard) is not None for fact in self._said
-        }
+        for fact in self._said:
+            self._said[fact] = re.search(rf"(?<!\w){re.escape(fact.lower())}(?!\w)", heard) is not None
         settled = self._orders == self._wanted and self._read and all(self._said.values())
         if settled or self._answers > PATIENCE:
             return None

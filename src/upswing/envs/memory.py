@@ -1,7 +1,5 @@
 """Memory: facts told in one session are asked for in a later one, which sees nothing of it but a notebook."""
 
-from __future__ import annotations
-
 import random
 from typing import Annotated
 
@@ -41,9 +39,8 @@ class Memory(GeneratedEnv):
         sessions = [" ".join(texts[i :: self.sessions]) for i in range(self.sessions)]
         name, thing, value = rng.choice(told)
         question = f"What is {name}'s {thing}?"
-        return self.make_task(
-            " ".join([*texts, question]), sessions[0], gold=(value,), sessions=[*sessions[1:], question]
-        )
+        later = [*sessions[1:], question]
+        return self.make_task(" ".join([*texts, question]), sessions[0], gold=(value,), sessions=later)
 
     def start(self, task: Task) -> None:
         self._notes, self._left = list[str](), list(task.data["sessions"])

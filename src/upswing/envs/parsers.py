@@ -1,7 +1,5 @@
 """The formats in which agents write calls, one class each; the rules that they share stand in `parsing`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -151,9 +149,8 @@ class QwenXmlParser(TaggedParser):
             at = _skip_space(text, close.end())
         end = self._end.match(text, at)
         if end is None:
-            turn.fail(
-                f"<function={name[:40]}> is not closed with </function>{CALL_CLOSE}, or holds more than parameters"
-            )
+            close = f"</function>{CALL_CLOSE}"
+            turn.fail(f"<function={name[:40]}> is not closed with {close}, or holds more than parameters")
             return at
         turn.add_call(name, {} if problem else arguments, problem)
         return end.end()
@@ -174,10 +171,7 @@ class QwenXmlParser(TaggedParser):
 
     def _render(self, call: ToolCall) -> str:
         texts = self.text_params.get(call.name, ())
-        values = {
-            key: value if key in texts and isinstance(value, str) else dump_plain(value)
-            for key, value in call.arguments.items()
-        }
+        values = {k: v if k in texts and isinstance(v, str) else dump_plain(v) for k, v in call.arguments.items()}
         lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
         return f"{CALL_OPEN}\n<function={call.name}>\n{lines}</function>\n{CALL_CLOSE}"
 

@@ -1,7 +1,5 @@
 """Shell: work on files with `bash` in a sandbox that lasts the episode; judged by the files left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -81,10 +79,8 @@ class Shell(Sandboxed):
         )
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        given = {
-            path: _packed(text) if isinstance(text, Mapping) else text.encode()
-            for path, text in task.data["files"].items()
-        }
+        files = task.data["files"].items()
+        given = {path: _packed(text) if isinstance(text, Mapping) else text.encode() for path, text in files}
         self._held = AsyncExitStack()
         self._place = await self._held.enter_async_context(self._sandbox.workspace(given))
         if task.data["setup"]:
@@ -186,9 +182,8 @@ def _move(rng: random.Random) -> _Job:
     (source, target), word = rng.sample(_FOLDERS, 2), rng.choice(_WORDS)
     numbers = [str(n) for n in rng.sample(range(10, 99), 3)]
     mine = [f"{word}-{number}.txt" for number in numbers]
-    files = _notes(
-        rng, [f"{source}/{name}" for name in [*mine, *(f"{w}-{numbers[0]}.txt" for w in _WORDS if w != word)][:7]]
-    )
+    others = [f"{other}-{numbers[0]}.txt" for other in _WORDS if other != word]
+    files = _notes(rng, [f"{source}/{name}" for name in [*mine, *others][:7]])
     moved = {f"{target}/{name}": _plain(files[f"{source}/{name}"]) for name in mine}
     return _Job(
         ask=f"Move every file in {source} whose name starts with {word} into a new folder {target}.",
@@ -235,10 +230,9 @@ def _config(rng: random.Random) -> _Job:
 
 
 def _total(rng: random.Random) -> _Job:
-    region = rng.choice(("north", "south", "east", "west"))
-    rows = [
-        (i, rng.choice(("north", "south", "east", "west")), rng.randint(5, 500)) for i in range(1, rng.randint(20, 60))
-    ]
+    regions = ("north", "south", "east", "west")
+    region = rng.choice(regions)
+    rows = [(i, rng.choice(regions), rng.randint(5, 500)) for i in range(1, rng.randint(20, 60))]
     total = sum(amount for _, where, amount in rows if where == region)
     return _Job(
         ask=f"Add up the amounts of the rows of sales.csv whose region is {region}. Write only the sum to total.txt.",

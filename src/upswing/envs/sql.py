@@ -1,7 +1,5 @@
 """SQL: questions about, and changes to, a real SQLite database; judged by the answer and by the tables left behind."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 from collections.abc import Mapping
@@ -98,9 +96,8 @@ def make_database(seed: int, num_orders: int) -> sqlite3.Connection:
     database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
     database.text_factory = lambda text: text.decode("utf-8", "replace")
     database.executescript(_BOOK["schema"])
-    database.executemany(
-        "INSERT INTO customers(name, city) VALUES (?, ?)", [(n, rng.choice(_BOOK["city"])) for n in _BOOK["name"]]
-    )
+    people = [(name, rng.choice(_BOOK["city"])) for name in _BOOK["name"]]
+    database.executemany("INSERT INTO customers(name, city) VALUES (?, ?)", people)
     goods = [(name, rng.randint(3, 400), rng.randint(0, 50)) for name in _BOOK["product"]]
     database.executemany("INSERT INTO products(name, price, stock) VALUES (?, ?, ?)", goods)
     orders = [

@@ -1,7 +1,5 @@
 """An environment out of plain functions: the agent calls tools for a few turns, then answers."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time
@@ -265,7 +263,6 @@ class ToolEnv(Environment):
         others = [p.name for p in tool.parameters if p.required and p.name not in texts[:1]]
         if not texts or others:
             what = f"also requires '{others[0]}'" if texts else "takes no string"
-            raise ConfigError(
-                f"tool '{tool.name}' {what}; protocol tags passes one string: give the others defaults or use hermes"
-            )
+            how = "protocol tags passes one string: give the others defaults or use hermes"
+            raise ConfigError(f"tool '{tool.name}' {what}; {how}")
         return texts[0]

@@ -344,9 +344,8 @@ class ToolService:
             try:
                 actions = ActionRequest.model_validate_json(await request.body())
             except ValidationError as error:
-                return JSONResponse(
-                    {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
-                )
+                detail = error.errors(include_url=False, include_context=False, include_input=False)
+                return JSONResponse({"detail": detail}, 422)
             return JSONResponse(await self.observe(actions))
 
         async def health(request: Request) -> JSONResponse:

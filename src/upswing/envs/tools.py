@@ -58,6 +58,12 @@ class Parameter:
     is_text: bool
     """True when it takes a string."""
 
+    @property
+    def usage(self) -> str:
+        kind = f"any of {self.schema['enum']}" if "enum" in self.schema else self.schema.get("type", "any")
+        default = "" if self.required else f" = {json.dumps(self.schema.get('default'), ensure_ascii=False)}"
+        return f"{self.name}: {kind}{default}"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ToolOptions:
@@ -79,9 +85,8 @@ class ToolOptions:
         """Raises ConfigError for an option that can't work."""
         check_options(self, f"tool '{tool}'")
         if self.cache and not inspect.isfunction(function):
-            raise ConfigError(
-                f"tool '{tool}': cache is for plain functions; this one may hold state that its key misses"
-            )
+            why = "this one may hold state that its key misses"
+            raise ConfigError(f"tool '{tool}': cache is for plain functions; {why}")
 
     def slot(self) -> contextlib.AbstractAsyncContextManager[None]:
         """One of `max_concurrent` places, waited for without end: the turn's own time limit covers the wait."""
@@ -146,40 +151,31 @@ class Tool:
         if not callable(f):
             raise ConfigError(f"a tool must be a function, got {type(f).__name__} {f!r}")
         target = f.func if isinstance(f, functools.partial) else f
-        called = name or str(getattr(target, "__name__", type(target).__name__))
-        if not TOOL_NAME.fullmatch(called):
-            raise ConfigError(f"tool name {called!r} is not allowed: use letters, digits, _ and - (pass name=…)")
+        name = name or str(getattr(target, "__name__", type(target).__name__))
+        if not TOOL_NAME.fullmatch(name):
+            raise ConfigError(f"tool name {name!r} is not allowed: use letters, digits, _ and - (pass name=…)")
         options: ToolOptions = getattr(target, _OPTIONS, ToolOptions())
-        default_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        limit_s = default_s if options.timeout_s is None else options.timeout_s
-        replace(options, timeout_s=limit_s).check(called, f)
+        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        limit_s = limit_s if options.timeout_s is None else options.timeout_s
+        replace(options, timeout_s=limit_s).check(name, f)
         function = getattr(f, "__func__", f)
         known = inspect.isfunction(function) and function.__closure__ is None  # what a closure holds is not kept alive
-        description, parameters = _read_once(function, f is not function, called) if known else _read(f, target, called)
-        return cls(
-            name=called,
-            description=description,
-            parameters=parameters,
-            function=f,
-            timeout_s=float(limit_s),
-            options=options,
-        )
+        text, parameters = _read_once(function, f is not function, name) if known else _read(f, target, name)
+        return cls(name=name, description=text, parameters=parameters, function=f, timeout_s=limit_s, options=options)
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's function format, for chat templates."""
-        parameters = {
-            "type": "object",
-            "properties": {p.name: dict(p.schema) for p in self.parameters},
-            "required": [p.name for p in self.parameters if p.required],
-        }
+        properties = {p.name: dict(p.schema) for p in self.parameters}
+        required = [p.name for p in self.parameters if p.required]
+        parameters = {"type": "object", "properties": properties, "required": required}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     @property
     def usage(self) -> str:
         """One line such as `search(query: string, k: integer = 5)`."""
-        return f"{self.name}({', '.join(_usage_of(p) for p in self.parameters)})"
+        return f"{self.name}({', '.join(parameter.usage for parameter in self.parameters)})"
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Checked and converted arguments. Raises ToolArgumentError with a corrective message."""
@@ -253,12 +249,6 @@ def _plain(value: Any) -> Any:
     return TypeAdapter(type(value)).dump_python(value, mode="json")
 
 
-def _usage_of(parameter: Parameter) -> str:
-    schema = parameter.schema
-    text = f"{parameter.name}: {'any of ' + str(schema['enum']) if 'enum' in schema else schema.get('type', 'any')}"
-    return text if parameter.required else f"{text} = {json.dumps(schema.get('default'), ensure_ascii=False)}"
-
-
 def _read(f: Callable[..., Any], target: Callable[..., Any], tool: str) -> tuple[str, tuple[Parameter, ...]]:
     """(description, parameters)."""
     description, docs = _read_docstring(inspect.getdoc(target) or "")
@@ -285,14 +275,12 @@ def _read_parameters(
     parameters = []
     for parameter in inspect.signature(f).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(
-                f"tool '{tool}': parameter '{parameter}' must be a plain named one, so that it has a schema"
-            )
-        if parameter.name not in hints:
-            raise ConfigError(
-                f"tool '{tool}': parameter '{parameter.name}' has no type hint; write '{parameter.name}: str', say"
-            )
-        parameters.append(_read_parameter(parameter, hints[parameter.name], tool, docs.get(parameter.name, "")))
+            why = "must be a plain named one, so that it has a schema"
+            raise ConfigError(f"tool '{tool}': parameter '{parameter}' {why}")
+        name = parameter.name
+        if name not in hints:
+            raise ConfigError(f"tool '{tool}': parameter '{name}' has no type hint; write '{name}: str', say")
+        parameters.append(_read_parameter(parameter, hints[name], tool, docs.get(name, "")))
     return tuple(parameters)
 
 
@@ -302,10 +290,9 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, tool: str, doc: str
         schema = adapter.json_schema()
         schema = simplify_schema(schema, schema.pop("$defs", {}), ())
     except Exception as error:
-        raise ConfigError(
-            f"tool '{tool}': parameter '{parameter.name}' has type {hint!r}, which has no JSON schema "
-            f"({type(error).__name__}); use str, int, float, bool, list, dict, Literal, Enum or a pydantic model"
-        ) from None
+        why = f"has type {hint!r}, which has no JSON schema ({type(error).__name__})"
+        use = "use str, int, float, bool, list, dict, Literal, Enum or a pydantic model"
+        raise ConfigError(f"tool '{tool}': parameter '{parameter.name}' {why}; {use}") from None
     if doc:
         schema["description"] = doc
     required = parameter.default is inspect.Parameter.empty
@@ -379,9 +366,8 @@ def _first_problem(error: Exception) -> str:
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """(description, documentation by parameter) of a Google, NumPy or Sphinx docstring."""
-    text, *fields = re.split(
-        r"(?m)^:(\w+)[ \t]*([^:\n]*):", text
-    )  # Sphinx: (kind, type and name, body) after each other
+    # Sphinx: (kind, type and name, body) after each other
+    text, *fields = re.split(r"(?m)^:(\w+)[ \t]*([^:\n]*):", text)
     docs = {
         label.split()[-1]: " ".join(body.split())
         for kind, label, body in zip(fields[::3], fields[1::3], fields[2::3], strict=True)

@@ -1,7 +1,5 @@
 """Wordle: find a five-letter word in six guesses; each answer narrows the rest."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -37,9 +35,8 @@ class Wordle(GeneratedEnv):
 
     def draw(self, rng: random.Random) -> Task:
         word = rng.choice(words())
-        text = (
-            f"Find the secret five-letter word in {self.guesses} guesses. G: right place, Y: elsewhere, -: not in it."
-        )
+        marked = "G: right place, Y: elsewhere, -: not in it."
+        text = f"Find the secret five-letter word in {self.guesses} guesses. {marked}"
         return self.make_task(word, text, word=word, start_state={"solved": False}, final_state={"solved": True})
 
     def start(self, task: Task) -> None:

@@ -4,8 +4,6 @@ Formats, told by content: transformers' `trainer_state.json` (TRL), JSON lines (
 rows), verl's console output, CSV of W&B's and of TensorBoard's web page, TensorBoard's JSON and event files.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -96,8 +94,7 @@ class _Rule:
 def _rules() -> dict[str, list[_Rule]]:
     table = yaml.safe_load(resources.files("upswing.monitor").joinpath("foreign.yaml").read_text(encoding="utf-8"))
     return {
-        framework: [_rule(key, key if isinstance(keys, list) else keys[key]) for key in keys]
-        for framework, keys in table.items()
+        of: [_rule(key, key if isinstance(keys, list) else keys[key]) for key in keys] for of, keys in table.items()
     }
 
 
@@ -105,9 +102,8 @@ def _rule(key: str, meaning: str | Mapping[str, Any]) -> _Rule:
     given: Mapping[str, Any] = {"is": meaning} if isinstance(meaning, str) else meaning
     # In the name of a file that TensorBoard exports, a tag's slashes are underscores.
     pattern = re.compile("(.+)".join(map(re.escape, key.split("*"))).replace("/", "[/_]"))
-    return _Rule(
-        pattern, given.get("is", ""), given.get("times", 1.0), given.get("zero") == "missing", given.get("note", "")
-    )
+    signal, times, note = given.get("is", ""), given.get("times", 1.0), given.get("note", "")
+    return _Rule(pattern, signal, times, given.get("zero") == "missing", note)
 
 
 def _match(key: str, rules: Sequence[_Rule]) -> tuple[int, str] | None:
@@ -135,10 +131,9 @@ def _translated(path: Path, kind: str, steps: Mapping[int, Mapping[str, float]],
             used[signal].append(key)
     if not used:
         shown = ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "")
-        raise ConfigError(
-            f"'{path}' was read as {kind}, but none of its keys is known ({shown}); known are those of "
-            f"{', '.join(tables)}: rename the columns to Upswing's signals, such as reward, entropy, sampled_tokens"
-        )
+        known = f"known are those of {', '.join(tables)}"
+        how = "rename the columns to Upswing's signals, such as reward, entropy, sampled_tokens"
+        raise ConfigError(f"'{path}' was read as {kind}, but none of its keys is known ({shown}); {known}: {how}")
     rows = []
     for step, values in steps.items():
         row: dict[str, Any] = {"step": step}
@@ -185,9 +180,7 @@ def _load(path: Path) -> tuple[str, Iterator[Row] | Sequence[Row]]:
 
 def _from_folder(folder: Path) -> tuple[str, Iterator[Row] | Sequence[Row]]:
     """What a folder holds: a trainer's state (of its last checkpoint), event files, exports to be put together."""
-    checkpoints = sorted(
-        folder.glob("checkpoint-*/trainer_state.json"), key=lambda p: (len(p.parent.name), p.parent.name)
-    )
+    checkpoints = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda p: (len(str(p)), p))
     for state in (folder / "trainer_state.json", *checkpoints[::-1]):
         if state.is_file():
             return _load(state)
@@ -253,11 +246,10 @@ def _from_csv(path: Path, text: str) -> tuple[str, Sequence[Row]] | None:
     runs = sorted({run for run, _, _ in names.values() if run})
     if len(runs) > 1:
         raise ConfigError(f"'{path}' holds {len(runs)} runs ({', '.join(runs[:6])}); export one run alone")
-    rows = [
-        {names[column][2]: cell for column, cell in zip(header, line, strict=False) if column in names}
-        for line in lines
-    ]
-    return ("CSV export of W&B" if runs else "CSV of metrics"), rows
+    cells = (
+        [(names[name][2], cell) for name, cell in zip(header, row, strict=False) if name in names] for row in lines
+    )
+    return ("CSV export of W&B" if runs else "CSV of metrics"), list(map(dict, cells))
 
 
 def _tag(path: Path) -> str:
@@ -272,10 +264,8 @@ def _from_events(path: Path) -> tuple[str, Sequence[Row]]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise ConfigError(
-            f"'{path}': TensorBoard event files need the tensorboard package; install it with: "
-            "pip install 'upswing[tensorboard]', or export the scalars as CSV"
-        ) from None
+        how = "install it with: pip install 'upswing[tensorboard]', or export the scalars as CSV"
+        raise ConfigError(f"'{path}': TensorBoard event files need the tensorboard package; {how}") from None
     log = EventAccumulator(str(path), size_guidance={"scalars": 0})
     log.Reload()
     rows = [{"step": event.step, tag: event.value} for tag in log.Tags()["scalars"] for event in log.Scalars(tag)]

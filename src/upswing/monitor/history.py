@@ -1,8 +1,6 @@
 """A stage's past as series: what detectors read, whether the rows come from a run in progress, a stored one or
 another framework's log."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from bisect import bisect_left
@@ -60,7 +58,8 @@ class History:
             for column in self._columns.values():
                 column.insert(at, math.nan)
         for name, value in row.items():
-            if name not in ("step", "time") and _is_number(value):
+            number = type(value) is float or (isinstance(value, int | float) and not isinstance(value, bool))
+            if number and name not in ("step", "time"):
                 if name not in self._columns:
                     self._columns[name] = array("d", [math.nan]) * len(self._steps)
                 self._columns[name][at] = float(value)
@@ -97,7 +96,3 @@ class History:
         values_S = self.series(name)
         there_S = np.isfinite(values_S)
         return self.steps_S[there_S], values_S[there_S]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (isinstance(value, int | float) and not isinstance(value, bool))

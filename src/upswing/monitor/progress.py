@@ -160,9 +160,8 @@ class Progress:
                 self._bars = _bar_display(self.console, self._clock)
                 self._bars.start()
             display = self._bars
-            row = display.add_task(
-                escape(name), total=total, completed=int(done), unit=escape(unit), speed="", values=""
-            )
+            shown: dict[str, Any] = {"unit": escape(unit), "speed": "", "values": ""}
+            row = display.add_task(escape(name), total=total, completed=int(done), **shown)
 
         def show(task: TaskProgress) -> None:
             speed, values = speed_text(task.rate, unit), escape(_values_text(task.values))

@@ -1,7 +1,5 @@
 """Watching a run: every step judged, and what is new since the step before, so that a finding is told once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -102,38 +100,33 @@ class Watch:
                 return News(kind="ended", finding=course.last, step=step)
             return None
         began = not course.on
-        worse = began or course.told is None or _level(finding.severity) > _level(course.told)
-        course.on, course.last, course.first = True, finding, course.first or finding
-        course.ended = None
-        if worse:
-            course.told = finding.severity
-            if course.worst is None or _level(finding.severity) > _level(course.worst):
-                course.worst = finding.severity
-            return News(kind="began" if began else "worse", finding=finding, step=step)
-        return None
+        course.on, course.last, course.first, course.ended = True, finding, course.first or finding, None
+        if not began and course.told is not None and _level(finding.severity) <= _level(course.told):
+            return None
+        course.told = finding.severity
+        if course.worst is None or _level(finding.severity) > _level(course.worst):
+            course.worst = finding.severity
+        return News(kind="began" if began else "worse", finding=finding, step=step)
 
     @property
     def summary(self) -> list[ModeSummary]:
         """Every mode, whether judged or not, in the table's order."""
         titles = {detector.mode: detector.title for detector in DETECTORS}
-        rows = []
-        for judgement in self.judgements:
-            course = self._courses[judgement.mode]
-            first = course.first
-            rows.append(
-                ModeSummary(
-                    mode=judgement.mode,
-                    title=titles.get(judgement.mode) or (course.last.title if course.last else judgement.mode),
-                    status=judgement.status,
-                    missing=judgement.missing,
-                    worst=course.worst,
-                    found=None if first is None else first.step,
-                    since=None if first is None else first.since,
-                    ended=course.ended,
-                    finding=course.last,
-                )
+        pairs = ((judgement, self._courses[judgement.mode]) for judgement in self.judgements)
+        return [
+            ModeSummary(
+                mode=judgement.mode,
+                title=titles.get(judgement.mode) or (course.last.title if course.last else judgement.mode),
+                status=judgement.status,
+                missing=judgement.missing,
+                worst=course.worst,
+                found=None if course.first is None else course.first.step,
+                since=None if course.first is None else course.first.since,
+                ended=course.ended,
+                finding=course.last,
             )
-        return rows
+            for judgement, course in pairs
+        ]
 
 
 def _level(severity: Severity) -> int:

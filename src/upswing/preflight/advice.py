@@ -3,8 +3,6 @@
 NaN means not measured and decides nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -183,11 +181,7 @@ def measured_findings(m: Measured, recipe: Recipe, stage: RlStage) -> list[Findi
          f"{shown(m.mixed)} of the tasks are mixed, so {batches} batches a step don't fill one",
          "Choose tasks of another difficulty: every step costs all these batches.", {}),
     )  # fmt: skip
-    return [
-        found(mode, severity, stage.name, why, remedy, change)
-        for holds, mode, severity, why, remedy, change in table
-        if holds
-    ]
+    return [found(mode, how, stage.name, why, do, change) for holds, mode, how, why, do, change in table if holds]
 
 
 def shown(value: Interval | float) -> str:

@@ -1,7 +1,5 @@
 """What can be found wrong with a recipe before anything is sampled: options, chat template, room for the answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -99,10 +97,8 @@ def template_findings(renderer: ChatRenderer, end_tokens: tuple[int, ...], stage
             except ConfigError:  # a role that the template doesn't know: trajectories that need it say so
                 continue
             if any(event.forked for event in talk.drift):
-                why = (
-                    f"after a {role} message the chat template writes earlier turns differently, so that each turn is "
-                )
-                why += "a row of its own, computed anew"
+                why = f"after a {role} message the chat template writes earlier turns differently"
+                why += ", so that each turn is a row of its own, computed anew"
                 remedy = "If the agent takes several turns, give the model's folder a chat template that keeps them."
                 return [found(mode, "warning", stage, why, remedy)]
     return []

@@ -6,7 +6,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from upswing.recipe.fields import Count, Section, Text, opt, refuse
+from upswing.recipe.fields import Count, Text
+from upswing.recipe.section import Section, null, opt, refuse
 
 
 class AgentSection(Section):
@@ -14,9 +15,9 @@ class AgentSection(Section):
     (docs/agents.md). The environment still gives the tasks, and the expert of SFT. A plain string is `function`."""
 
     main_key = "function"
-    function: Text | None = opt(None, "A function run(task, base_url, api_key): my_pkg.agent:run or path/agent.py:run.")
-    command: tuple[Text, ...] | None = opt(
-        None, "Or a command: the task on stdin, the answer on stdout's last line.", min_length=1
+    function: Text | None = null("A function run(task, base_url, api_key): my_pkg.agent:run or path/agent.py:run.")
+    command: tuple[Text, ...] | None = null(
+        "Or a command: the task on stdin, the answer on stdout's last line.", min_length=1
     )
     protocol: Literal["hermes", "tags", "llama3_json", "qwen_coder_xml", "python"] = opt(
         "hermes", "How the model writes tool calls (docs/environments.md)."

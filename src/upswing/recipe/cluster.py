@@ -7,7 +7,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from upswing.recipe.engine import EngineSection
-from upswing.recipe.fields import Count, CountOrZero, NotNegative, Positive, Section, Text, opt, refuse
+from upswing.recipe.fields import Count, CountOrZero, NotNegative, Positive, Text
+from upswing.recipe.section import Section, null, opt, refuse
 
 
 class ClusterSection(Section):
@@ -15,16 +16,13 @@ class ClusterSection(Section):
     learner as actors of a Ray cluster (docs/distributed.md). `upswing run --cluster ray` sets `kind`."""
 
     kind: Literal["local", "ray"] = opt("local", "One process, or actors of Ray.")
-    address: Text | None = opt(
-        None,
+    address: Text | None = null(
         "Of a Ray cluster: its host:port, or auto, the one that this machine belongs to; null: one is "
-        "started on this machine.",
+        "started on this machine."
     )
     engines: Count = opt(1, "Engines, each with max_slots of its own.")
     engine_cpus: Count = opt(1, "Processors, and threads, of an engine.")
-    engine_gpus: NotNegative | None = opt(
-        None, "GPUs of an engine; below 1: a share. null: 1 where there are any, else 0."
-    )
+    engine_gpus: NotNegative | None = null("GPUs of an engine; below 1: a share. null: 1 where there are any, else 0.")
     env_workers: CountOrZero = opt(
         0, "Processes that play environments and run verifiers; 0: the process of the run does."
     )

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from upswing.recipe.fields import Count, Text, opt
+from upswing.recipe.fields import Count, Text
 from upswing.recipe.rl_base import RlBase
+from upswing.recipe.section import opt
 
 
 class DistillStage(RlBase):

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from upswing.recipe.fields import Bool, Count, Dtype, Positive, Section, Text, opt, refuse
+from upswing.recipe.fields import Bool, Count, Dtype, Positive, Text
+from upswing.recipe.section import Section, null, opt, refuse
 from upswing.recipe.stages import EvalStage
 
 _HERE = "vllm without a url"
@@ -34,18 +35,14 @@ class EngineSection(Section):
         "The embedded engine (torch), vLLM (in this process, or a server at url), an SGLang server that "
         "you started, or any server with OpenAI's chat completions (openai), which can only evaluate.",
     )
-    url: Text | None = opt(
-        None,
+    url: Text | None = null(
         "Of the server: http://127.0.0.1:8000; kind openai: with /v1, https://api.openai.com/v1; null: "
-        "no server (torch, vllm).",
+        "no server (torch, vllm)."
     )
-    api_key_env: Text | None = opt(None, "Environment variable that holds the server's key; null: it asks for none.")
-    model: Text | None = opt(
-        None, "What the server calls its model (openai); the recipe's own model counts the tokens."
-    )
-    weights_dir: Text | None = opt(
-        None,
-        "Folder that the server (vllm, sglang) sees too, for new weights; null: memory (/dev/shm), on one machine.",
+    api_key_env: Text | None = null("Environment variable that holds the server's key; null: it asks for none.")
+    model: Text | None = null("What the server calls its model (openai); the recipe's own model counts the tokens.")
+    weights_dir: Text | None = null(
+        "Folder that the server (vllm, sglang) sees too, for new weights; null: memory (/dev/shm), on one machine."
     )
     adapters: Bool = opt(
         False,
@@ -68,15 +65,14 @@ class EngineSection(Section):
         "auto", "Precision; auto: bfloat16 where the processor has it, else float32; vllm: the model's own."
     )
     prefill_chunk: Count = opt(512, "Prompt tokens run through the model at once.")
-    quantize: Literal["int8"] | None = opt(
-        None, "int8: sample with weights and activations in 8 bits (CPU only); RL then needs a correction."
+    quantize: Literal["int8"] | None = null(
+        "int8: sample with weights and activations in 8 bits (CPU only); RL then needs a correction."
     )
-    kv_memory_gb: Positive | None = opt(
-        None,
+    kv_memory_gb: Positive | None = null(
         "Memory for cached keys and values, in GB (1e9 bytes); null: no limit. Size it as trajectories at "
         "once times the longest one: no more play at once than it holds limits.context_tokens for. When full, the "
         "cache of idle trajectories goes first, then the youngest turn waits, which counts towards "
-        "limits.turn_timeout_s, and is computed again.",
+        "limits.turn_timeout_s, and is computed again."
     )
 
     @model_validator(mode="after")

@@ -39,12 +39,10 @@ def explain(problem: ValidationError, source: str, changed: Mapping[Location, st
     first = errors[0]
     location = _plain(first["loc"])
     where = ".".join(str(part) for part in location)
-    key = first.get("ctx", {}).get("key")
-    if key:
+    if key := first.get("ctx", {}).get("key"):
         where = f"{where}.{key}" if where else str(key)
     text = f"{source}: {where}: {_message(first, location)}"
-    override = next((given for path, given in changed.items() if ".".join(map(str, path)) == where), None)
-    if override:
+    if override := next((given for path, given in changed.items() if ".".join(map(str, path)) == where), None):
         text += f" [from the override '{override}']"
     if len(errors) > 1:
         others = ", ".join(".".join(str(part) for part in _plain(error["loc"])) for error in errors[1:4])

@@ -86,13 +86,11 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
         splits = {split: getattr(dataset, split) for split in ("train", "dev", "test")}
         paths = {split: found_rows(path, f"dataset.{split}") for split, path in splits.items() if path is not None}
         dataset = dataset.model_copy(update=paths)
-    stages = tuple(
-        stage.model_copy(update={"file": found(stage.file, f"stages.{index}.file")})
-        if isinstance(stage, PairStage) and stage.file is not None
-        else stage
-        for index, stage in enumerate(recipe.stages)
-    )
-    found_all = {"env": env, "agent": agent, "verifiers": verifiers, "dataset": dataset, "stages": stages}
+    stages = list(recipe.stages)
+    for index, stage in enumerate(recipe.stages):
+        if isinstance(stage, PairStage) and stage.file is not None:
+            stages[index] = stage.model_copy(update={"file": found(stage.file, f"stages.{index}.file")})
+    found_all = {"env": env, "agent": agent, "verifiers": verifiers, "dataset": dataset, "stages": tuple(stages)}
     return recipe.model_copy(update=found_all)
 
 
@@ -117,10 +115,8 @@ def check_same(before: Recipe, now: Recipe, out: Path) -> None:
     if keys:
         shown = ", ".join(f"{key} ({old.get(key, _ABSENT)} there, {new.get(key, _ABSENT)} now)" for key in keys[:5])
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-        raise ConfigError(
-            f"--resume: the recipe differs from that of '{out}' in {shown}{more}; resume with the same recipe "
-            f"(upswing run {out} --resume), or start anew in another --out"
-        )
+        how = f"resume with the same recipe (upswing run {out} --resume), or start anew in another --out"
+        raise ConfigError(f"--resume: the recipe differs from that of '{out}' in {shown}{more}; {how}")
 
 
 _ABSENT = "nothing"

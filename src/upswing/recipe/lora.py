@@ -7,7 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from upswing.recipe.fields import BelowOne, Bool, Count, Positive, Section, Text, opt, refuse
+from upswing.recipe.fields import BelowOne, Bool, Count, Positive, Text
+from upswing.recipe.section import Section, opt, refuse
 
 ALL_LINEAR = "all-linear"
 _OrOne = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)

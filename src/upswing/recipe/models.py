@@ -13,10 +13,11 @@ from upswing.recipe.agent import AgentSection
 from upswing.recipe.cluster import ClusterSection, check_cluster
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.engine import EngineSection, check_engine
-from upswing.recipe.fields import Bool, Count, CountOrZero, Dtype, Float, Int, Positive, Section, Text, opt, refuse
+from upswing.recipe.fields import Bool, Count, CountOrZero, Dtype, Float, Int, Positive, Text
 from upswing.recipe.presets import EFFECTS
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
+from upswing.recipe.section import Section, null, opt, refuse
 from upswing.recipe.stages import EvalStage, Stage
 
 NO_POLICY = (EvalStage, RewardModelStage)
@@ -43,8 +44,8 @@ class VerifierSection(Section):
     )
     weight: Float = opt(1.0, "Weight in the reward; 0: measured, not rewarded.")
     gate: Bool = opt(False, "Its score, 0 to 1, multiplies what the others add to the reward.")
-    weight_from: Float | None = opt(None, "The weight at an RL stage's first step, if another.")
-    weight_steps: Count | None = opt(None, "After how many RL steps `weight` is reached.")
+    weight_from: Float | None = null("The weight at an RL stage's first step, if another.")
+    weight_steps: Count | None = null("After how many RL steps `weight` is reached.")
     args: dict[str, Any] = opt(dict, "Keyword arguments of the verifier.")
 
     @model_validator(mode="after")
@@ -67,12 +68,12 @@ class DatasetSection(Section):
 
     main_key = "train"
     train: Text = Field(description="Where the train rows are.")
-    dev: Text | None = opt(None, "Where the dev rows are; needed by RL's evaluation and eval stages.")
-    test: Text | None = opt(None, "Where the test rows are.")
-    name: Text | None = opt(None, "Configuration of a dataset of the Hub, such as gsm8k's main.")
+    dev: Text | None = null("Where the dev rows are; needed by RL's evaluation and eval stages.")
+    test: Text | None = null("Where the test rows are.")
+    name: Text | None = null("Configuration of a dataset of the Hub, such as gsm8k's main.")
     columns: dict[Text, Text] = opt(dict, "Columns under other names: {prompt: question, answer: solution}.")
-    answer_pattern: Text | None = opt(
-        None, "Regular expression that finds the answer in its text: the last match's first group; '#### (.+)'."
+    answer_pattern: Text | None = null(
+        "Regular expression that finds the answer in its text: the last match's first group; '#### (.+)'."
     )
     shuffle: Bool = opt(True, "Shuffle train rows with the seed; false: keep the order of the file.")
     answer_required: Bool = opt(
@@ -104,10 +105,9 @@ class LimitsSection(Section):
     turn_timeout_s: Positive = opt(600.0, "Sampling one turn; past it the trajectory errors.")
     rollout_timeout_s: Positive = opt(1800.0, "The whole trajectory; past it it is truncated.")
     scoring_timeout_s: Positive = opt(60.0, "All verifiers of a trajectory; past it there is no score.")
-    group_timeout_s: Positive | None = opt(
-        None,
+    group_timeout_s: Positive | None = null(
         "A task's trajectories with their scores and retries, from when the first began; those that are "
-        "late are cancelled, have no score, and the group shrinks. null: no limit.",
+        "late are cancelled, have no score, and the group shrinks. null: no limit."
     )
     max_retries: CountOrZero = opt(1, "How often an errored trajectory is tried again.")
 
@@ -138,8 +138,8 @@ class Recipe(Section):
     )
     seed: Int = opt(0, "Everything random is derived from it.")
     env: EnvSection = Field(description="The environment.")
-    dataset: DatasetSection | None = opt(None, "Tasks for an environment without tasks of its own.")
-    agent: AgentSection | None = opt(None, "An agent program that plays the tasks; null: the environment's own loop.")
+    dataset: DatasetSection | None = null("Tasks for an environment without tasks of its own.")
+    agent: AgentSection | None = null("An agent program that plays the tasks; null: the environment's own loop.")
     verifiers: tuple[VerifierSection, ...] = Field(
         min_length=1, description="The rubric: the reward is the weighted sum of these."
     )
@@ -201,7 +201,8 @@ class Recipe(Section):
             taken = [earlier.name for earlier in self.stages[:index]]
             if stage.name in taken:
                 raise refuse(f"{key}.name", f"got '{stage.name}' twice; give each stage a name of its own")
-            if stage.name in RESERVED_NAMES or stage.name.isdigit() or not is_plain(stage.name):
+            plain = all(letter.isalnum() or letter in "_-" for letter in stage.name)
+            if stage.name in RESERVED_NAMES or stage.name.isdigit() or not plain:
                 allowed = f"letters, digits, _ and -, other than {', '.join(RESERVED_NAMES)}"
                 raise refuse(f"{key}.name", f"got '{stage.name}'; allowed: {allowed}")
             of = stage.of if isinstance(stage, EvalStage) else ()
@@ -246,7 +247,3 @@ class Recipe(Section):
 
 # A stage's name may not hide a key of the recipe in overrides, nor a word with a meaning of its own.
 RESERVED_NAMES = ("base", "previous", *Recipe.model_fields)
-
-
-def is_plain(name: str) -> bool:
-    return all(letter.isalnum() or letter in "_-" for letter in name)

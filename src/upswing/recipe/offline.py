@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from upswing.recipe.fields import BelowOne, Bool, Count, CountOrZero, NotNegative, Positive, Several, Text, opt, refuse
+from upswing.recipe.fields import BelowOne, Bool, Count, CountOrZero, NotNegative, Positive, Several, Text
 from upswing.recipe.lora import refuse_dropout
+from upswing.recipe.section import null, opt, refuse
 from upswing.recipe.training import TrainStage
 
 Table = dict[str, dict[str, Any]]
@@ -28,12 +29,12 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"tasks": 64, "samples": 8, "temperature": 1
 class PairStage(TrainStage):
     """What stages that learn from pairs have: the model's own trajectories, judged by the verifiers, or a file's."""
 
-    file: Text | None = opt(None, "JSON Lines file of pairs (prompt, chosen, rejected); null: sample them.")
-    tasks: Count | None = opt(None, "Train tasks sampled for pairs (64).")
-    samples: Several | None = opt(None, "Samples a task (8).")
-    temperature: Positive | None = opt(None, "Sampling temperature (1.0).")
-    pairs_per_task: Count | None = opt(
-        None, "Most pairs of a task: best with worst, second best with second worst, ... (4, at most half of samples)."
+    file: Text | None = null("JSON Lines file of pairs (prompt, chosen, rejected); null: sample them.")
+    tasks: Count | None = null("Train tasks sampled for pairs (64).")
+    samples: Several | None = null("Samples a task (8).")
+    temperature: Positive | None = null("Sampling temperature (1.0).")
+    pairs_per_task: Count | None = null(
+        "Most pairs of a task: best with worst, second best with second worst, ... (4, at most half of samples)."
     )
     validation_pairs: CountOrZero = opt(
         16, "Pairs held out, of prompts that aren't trained on, to measure what was learned."
@@ -82,21 +83,18 @@ class PreferenceStage(PairStage):
     loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = opt(
         "dpo", "dpo, ipo (length-averaged), kto (unpaired), or without a reference orpo (with SFT) and simpo."
     )
-    beta: Positive | None = opt(
-        None, "How strongly log-probs count; small: may move far from the reference (0.1; simpo 2)."
+    beta: Positive | None = null("How strongly log-probs count; small: may move far from the reference (0.1; simpo 2).")
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] | None = null(
+        "Chance that a pair is the wrong way round (dpo; 0.0)."
     )
-    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] | None = opt(
-        None, "Chance that a pair is the wrong way round (dpo; 0.0)."
-    )
-    robust: Bool | None = opt(None, "Unbiased instead of conservative use of label_smoothing (dpo; false).")
-    margin: NotNegative | None = opt(None, "Reward margin wanted, gamma (simpo; 1.0).")
-    nll_coef: NotNegative | None = opt(
-        None,
+    robust: Bool | None = null("Unbiased instead of conservative use of label_smoothing (dpo; false).")
+    margin: NotNegative | None = null("Reward margin wanted, gamma (simpo; 1.0).")
+    nll_coef: NotNegative | None = null(
         "Weight of an SFT loss on the chosen side, which keeps it from becoming less likely (0.0; orpo "
-        "1.0; not for kto).",
+        "1.0; not for kto)."
     )
-    desirable_weight: Positive | None = opt(None, "Weight of chosen rows (kto; 1.0).")
-    undesirable_weight: Positive | None = opt(None, "Weight of rejected rows (kto; 1.0).")
+    desirable_weight: Positive | None = null("Weight of chosen rows (kto; 1.0).")
+    undesirable_weight: Positive | None = null("Weight of rejected rows (kto; 1.0).")
     lr: Positive = opt(1e-6, "Peak learning rate.")
 
     @classmethod

@@ -6,8 +6,9 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from upswing.recipe.fields import Bool, Count, CountOrZero, NotNegative, Positive, Text, opt
+from upswing.recipe.fields import Bool, Count, CountOrZero, NotNegative, Positive, Text
 from upswing.recipe.offline import PairStage, Table
+from upswing.recipe.section import null, opt
 
 LABEL_DEFAULTS: Table = {
     "pairs": {"margin": 0.0, "centring": 0.01, "file": None, "pairs_per_task": None},
@@ -28,18 +29,16 @@ class RewardModelStage(PairStage):
         "What is learned: which of two trajectories is better (pairs), whether one succeeded (outcome), or "
         "after each turn how likely it is to succeed from there (process; by rolling out again).",
     )
-    rollouts_per_step: Count | None = opt(
-        None, "Times a trajectory is rolled out again from after each of its turns (process; 8)."
+    rollouts_per_step: Count | None = null(
+        "Times a trajectory is rolled out again from after each of its turns (process; 8)."
     )
-    hard_labels: Bool | None = opt(
-        None, "Label a turn 1 when any of these succeeds, not with their share (process; false)."
-    )
+    hard_labels: Bool | None = null("Label a turn 1 when any of these succeeds, not with their share (process; false).")
     validation_pairs: CountOrZero = opt(
         16, "Pairs (outcome, process: trajectories) held out, of prompts that aren't trained on."
     )
     batch_size: Count = opt(16, "Pairs (outcome, process: trajectories) an update.")
-    margin: NotNegative | None = opt(None, "By how much a chosen trajectory should score more (pairs; 0.0).")
-    centring: NotNegative | None = opt(None, "Weight of a penalty that keeps scores around 0 (pairs; 0.01).")
+    margin: NotNegative | None = null("By how much a chosen trajectory should score more (pairs; 0.0).")
+    centring: NotNegative | None = null("Weight of a penalty that keeps scores around 0 (pairs; 0.01).")
     epochs: Count = opt(1, "Passes over the data; reward models overfit after one or two.")
     lr: Positive = opt(2e-5, "Peak learning rate.")
 

@@ -9,22 +9,10 @@ from pydantic import field_validator, model_validator
 
 from upswing.errors import did_you_mean
 from upswing.monitor.safeguards import SAFEGUARDS
-from upswing.recipe.fields import (
-    Bool,
-    Count,
-    CountOrZero,
-    Float,
-    Fraction,
-    NotNegative,
-    Positive,
-    Text,
-    UpToOne,
-    opt,
-    refuse,
-    said,
-)
+from upswing.recipe.fields import Bool, Count, CountOrZero, Float, Fraction, NotNegative, Positive, Text, UpToOne
 from upswing.recipe.presets import EFFECTS, LENGTH_NORMALISED, PRESETS, SEQUENCES
 from upswing.recipe.rl_base import CriticSection, CurriculumSection, RlBase
+from upswing.recipe.section import null, opt, refuse, said
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Algorithm = Literal["custom", *PRESETS]  # type: ignore[valid-type]
@@ -54,119 +42,104 @@ class RlStage(RlBase):
         "Named choice of the keys below (`upswing algorithms`); custom: advantage, loss and aggregation "
         "are yours to combine.",
     )
-    advantage: Advantage | None = opt(None, "Advantage estimator; set by the algorithm.")
-    normalize_std: Bool | None = opt(None, "Divide advantages by the group's standard deviation (group, gigpo).")
-    baseline: Literal["batch", "ema", "none"] | None = opt(
-        None, "What reinforce subtracts: mean of the rest of the batch, moving average, nothing."
+    advantage: Advantage | None = null("Advantage estimator; set by the algorithm.")
+    normalize_std: Bool | None = null("Divide advantages by the group's standard deviation (group, gigpo).")
+    baseline: Literal["batch", "ema", "none"] | None = null(
+        "What reinforce subtracts: mean of the rest of the batch, moving average, nothing."
     )
-    baseline_decay: Fraction | None = opt(None, "Share of the old moving average kept a step.")
-    pass_k: Count | None = opt(None, "Size of the sets that pass_at_k rewards.")
-    gamma: Fraction | None = opt(
-        None, "Discount: a token (reinforce_pp, gae over tokens) or a turn (gigpo, gae over turns)."
+    baseline_decay: Fraction | None = null("Share of the old moving average kept a step.")
+    pass_k: Count | None = null("Size of the sets that pass_at_k rewards.")
+    gamma: Fraction | None = null(
+        "Discount: a token (reinforce_pp, gae over tokens) or a turn (gigpo, gae over turns)."
     )
-    lam: Fraction | None = opt(None, "Lambda of GAE: 1 is Monte-Carlo, 0 one step.")
-    gae_over: Literal["tokens", "turns"] | None = opt(None, "What a step of GAE is: a sampled token, or a whole turn.")
-    step_weight: NotNegative | None = opt(
-        None, "Weight of the step advantage beside the outcome's (gigpo, turn, process)."
-    )
-    process_form: Literal["step_end", "min", "potential"] | None = opt(
-        None,
+    lam: Fraction | None = null("Lambda of GAE: 1 is Monte-Carlo, 0 one step.")
+    gae_over: Literal["tokens", "turns"] | None = null("What a step of GAE is: a sampled token, or a whole turn.")
+    step_weight: NotNegative | None = null("Weight of the step advantage beside the outcome's (gigpo, turn, process).")
+    process_form: Literal["step_end", "min", "potential"] | None = null(
         "How the environment's step scores become credit: the sum of later ones, their soft minimum "
-        "(PURE), or as potentials of the states after each turn, which leave the best policy what it is.",
+        "(PURE), or as potentials of the states after each turn, which leave the best policy what it is."
     )
-    scale_rewards: Bool | None = opt(
-        None, "Divide gae's token rewards by their batch's deviation, so that returns keep a scale."
+    scale_rewards: Bool | None = null(
+        "Divide gae's token rewards by their batch's deviation, so that returns keep a scale."
     )
-    critic: CriticSection | None = opt(None, "The critic (ppo).")
-    loss: Loss | None = opt(None, "Policy loss; set by the algorithm.")
-    ratio_level: Literal["sequence", "turn"] | None = opt(
-        None, "What gspo takes the ratio of: the whole sequence, or each turn."
+    critic: CriticSection | None = null("The critic (ppo).")
+    loss: Loss | None = null("Policy loss; set by the algorithm.")
+    ratio_level: Literal["sequence", "turn"] | None = null(
+        "What gspo takes the ratio of: the whole sequence, or each turn."
     )
-    clip_low: UpToOne | None = opt(
-        None, "The ratio is clipped below 1 - clip_low; 1: not; for gmpo it is the log-ratio that is."
+    clip_low: UpToOne | None = null(
+        "The ratio is clipped below 1 - clip_low; 1: not; for gmpo it is the log-ratio that is."
     )
-    clip_high: Positive | None = opt(None, "The ratio is clipped above 1 + clip_high.")
-    dual_clip: Float | None = opt(
-        None, "Bound on the loss of a bad sample that grew likely, above 1 + clip_high; 0: none."
-    )
-    tau_pos: Positive | None = opt(None, "sapo's temperature for positive advantages.")
-    tau_neg: Positive | None = opt(None, "sapo's temperature for the others.")
-    cov_fraction: Fraction | None = opt(None, "Share of tokens that clip_cov or kl_cov picks.")
-    cov_coef: Positive | None = opt(None, "Weight of kl_cov's penalty.")
-    aggregation: Aggregation | None = opt(
-        None,
+    clip_high: Positive | None = null("The ratio is clipped above 1 + clip_high.")
+    dual_clip: Float | None = null("Bound on the loss of a bad sample that grew likely, above 1 + clip_high; 0: none.")
+    tau_pos: Positive | None = null("sapo's temperature for positive advantages.")
+    tau_neg: Positive | None = null("sapo's temperature for the others.")
+    cov_fraction: Fraction | None = null("Share of tokens that clip_cov or kl_cov picks.")
+    cov_coef: Positive | None = null("Weight of kl_cov's penalty.")
+    aggregation: Aggregation | None = null(
         "How token losses become one number: token-mean (all tokens alike), seq-mean-token-mean (all "
-        "trajectories alike), seq-mean-token-sum, seq-mean-token-sum-norm (sum over norm_length; dr_grpo).",
+        "trajectories alike), seq-mean-token-sum, seq-mean-token-sum-norm (sum over norm_length; dr_grpo)."
     )
-    norm_length: Count | None = opt(
-        None, "Tokens that seq-mean-token-sum-norm divides by (256 by default); other aggregations: null."
+    norm_length: Count | None = null(
+        "Tokens that seq-mean-token-sum-norm divides by (256 by default); other aggregations: null."
     )
-    minibatches: Count | None = opt(None, "Updates that a batch is split into, by whole groups.")
+    minibatches: Count | None = null("Updates that a batch is split into, by whole groups.")
     updates_per_batch: Count = opt(1, "Passes over a batch.")
-    old_logprobs: Literal["recompute", "engine"] | None = opt(
-        None,
+    old_logprobs: Literal["recompute", "engine"] | None = null(
         "Log-probs before the update, when a batch has several: recompute (the default, one more forward) "
-        "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one.",
+        "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one."
     )
-    kl_stop: Positive | None = opt(
-        None, "Skip a batch's remaining updates when the KL to the policy before it is above this."
+    kl_stop: Positive | None = null(
+        "Skip a batch's remaining updates when the KL to the policy before it is above this."
     )
-    correction: Correction | None = opt(
-        None,
+    correction: Correction | None = null(
         "Importance correction where sampler and learner differ: truncated (tis, seq_tis), masked (mis, "
-        "seq_mis, icepop) or rejected (geo_rs, k3_rs).",
+        "seq_mis, icepop) or rejected (geo_rs, k3_rs)."
     )
-    correction_low: NotNegative | None = opt(None, "Lower bound on learner / sampler.")
-    correction_high: Positive | None = opt(None, "Upper bound on it (k3_rs: on the mean k3).")
-    opsm_delta: Positive | None = opt(
-        None,
+    correction_low: NotNegative | None = null("Lower bound on learner / sampler.")
+    correction_high: Positive | None = null("Upper bound on it (k3_rs: on the mean k3).")
+    opsm_delta: Positive | None = null(
         "Leave out bad trajectories (negative advantage) that the policy has moved away from by more than "
-        "so many nats a token since they were sampled.",
+        "so many nats a token since they were sampled."
     )
     kl_coef: NotNegative = opt(0.0, "Weight of the KL to the reference; 0: none.")
-    kl_in: Literal["loss", "reward"] | None = opt(
-        None, "Where that KL is: a term of the loss, or subtracted from each token's reward."
+    kl_in: Literal["loss", "reward"] | None = null(
+        "Where that KL is: a term of the loss, or subtracted from each token's reward."
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] | None = opt(
-        None,
-        "In the loss k2 (default), k3 (as GRPO was published) or k3_ratio: k1 has no gradient there; in the reward k1.",
+    kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] | None = null(
+        "In the loss k2 (default), k3 (as GRPO was published) or k3_ratio: k1 has no gradient there; in the reward k1."
     )
-    kl_target: Positive | None = opt(None, "Adapt kl_coef towards this KL a token; null: fixed.")
-    kl_horizon: Count | None = opt(None, "Trajectories over which kl_coef adapts (10000).")
-    ref_refresh_steps: Count | None = opt(
-        None, "Steps after which the reference becomes the current policy; null: never."
-    )
+    kl_target: Positive | None = null("Adapt kl_coef towards this KL a token; null: fixed.")
+    kl_horizon: Count | None = null("Trajectories over which kl_coef adapts (10000).")
+    ref_refresh_steps: Count | None = null("Steps after which the reference becomes the current policy; null: never.")
     entropy_coef: NotNegative = opt(0.0, "Weight of an entropy bonus; 0: none.")
-    entropy_target: Positive | None = opt(
-        None, "Adapt the bonus: it grows by entropy_coef a step below this entropy, else shrinks."
+    entropy_target: Positive | None = null(
+        "Adapt the bonus: it grows by entropy_coef a step below this entropy, else shrinks."
     )
     llds_coef: NotNegative = opt(0.0, "Weight of the penalty on good actions that become unlikely (LLDS); 0: none.")
-    llds_gate: Literal["action", "response", "token"] | None = opt(
-        None, "What must have become unlikelier as a whole for that penalty to act."
+    llds_gate: Literal["action", "response", "token"] | None = null(
+        "What must have become unlikelier as a whole for that penalty to act."
     )
-    llds_answer_weight: Fraction | None = opt(
-        None, "Weight of the final turn's tokens in that penalty (LLDS-MA); null: 1."
+    llds_answer_weight: Fraction | None = null("Weight of the final turn's tokens in that penalty (LLDS-MA); null: 1.")
+    overlong_length: Count | None = null(
+        "Sampled tokens from which a trajectory has the whole length penalty; null: none."
     )
-    overlong_length: Count | None = opt(
-        None, "Sampled tokens from which a trajectory has the whole length penalty; null: none."
+    overlong_cache: Count | None = null("Tokens before that over which the penalty rises.")
+    overlong_factor: Positive | None = null("The whole penalty, in units of reward (1).")
+    dynamic_sampling: Count | None = null(
+        "Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one."
     )
-    overlong_cache: Count | None = opt(None, "Tokens before that over which the penalty rises.")
-    overlong_factor: Positive | None = opt(None, "The whole penalty, in units of reward (1).")
-    dynamic_sampling: Count | None = opt(
-        None, "Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one."
-    )
-    curriculum: CurriculumSection | None = opt(
-        None, "Choose tasks by the success of their kind; null: as the stream has them."
+    curriculum: CurriculumSection | None = null(
+        "Choose tasks by the success of their kind; null: as the stream has them."
     )
     max_staleness: CountOrZero = opt(
         0,
         "Updates that may lie between sampling a token and learning from it: sampling then goes on during "
         "updates, and correction is tis unless you choose; 0: they take turns.",
     )
-    stale: Literal["requeue", "drop", "keep"] | None = opt(
-        None,
+    stale: Literal["requeue", "drop", "keep"] | None = null(
         "What becomes of groups that are older: their tasks are played again (requeue, the default), they "
-        "are given up (drop), or learned from all the same (keep).",
+        "are given up (drop), or learned from all the same (keep)."
     )
     oversample: CountOrZero = opt(
         0,
@@ -178,12 +151,11 @@ class RlStage(RlBase):
         "Truncated trajectories keep their score (as_is), score 0 (zero), or keep it in the group's "
         "baseline without entering the loss (mask).",
     )
-    reward_model: Text | None = opt(None, "Earlier reward_model stage whose score is the reward; null: the verifiers.")
-    process_reward: Text | None = opt(
-        None,
+    reward_model: Text | None = null("Earlier reward_model stage whose score is the reward; null: the verifiers.")
+    process_reward: Text | None = null(
         "Earlier reward_model stage with labels: process, whose chances of success make the step scores "
         "(gigpo, turn, process): a turn's is what it adds to the chance, or with process_form min and potential the "
-        "chance after it; null: the environment's rewards.",
+        "chance after it; null: the environment's rewards."
     )
 
     safeguards: Literal["off", "auto"] | tuple[Text, ...] = opt(

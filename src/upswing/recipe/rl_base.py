@@ -6,8 +6,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from upswing.recipe.fields import Bool, Count, CountOrZero, Float, Int, Positive, Section, Text, UpToOne, opt, refuse
+from upswing.recipe.fields import Bool, Count, CountOrZero, Float, Int, Positive, Text, UpToOne
 from upswing.recipe.lora import refuse_dropout
+from upswing.recipe.section import Section, null, opt, refuse
 from upswing.recipe.training import TrainStage
 
 
@@ -32,8 +33,8 @@ class CriticSection(Section):
     kind: Literal["separate", "head"] = opt(
         "separate", "A model of its own (twice the memory), or a value head on the policy's last hidden state."
     )
-    lr: Positive | None = opt(None, "Learning rate of a separate critic; null: 1e-4.")
-    coef: Positive | None = opt(None, "Weight of a head's value loss in the loss; null: 0.1.")
+    lr: Positive | None = null("Learning rate of a separate critic; null: 1e-4.")
+    coef: Positive | None = null("Weight of a head's value loss in the loss; null: 0.1.")
     clip: Positive | None = opt(0.2, "How far a value may move from the old one; null: any.")
     warmup_steps: CountOrZero = opt(0, "First steps that train only a separate critic.")
 
@@ -67,7 +68,7 @@ class RlBase(TrainStage):
     eval_tasks: Count = opt(64, "Dev tasks an evaluation.")
     save_every: CountOrZero = opt(5, "Steps between checkpoints to resume from; 0: only at the end.")
     keep_checkpoints: Count = opt(2, "Checkpoints kept; older ones are deleted.")
-    time_limit_s: Positive | None = opt(None, "Stop after so many seconds; null: run all steps.")
+    time_limit_s: Positive | None = null("Stop after so many seconds; null: run all steps.")
     early_warning: EarlyWarning = opt(EarlyWarning, "Warning when nothing can be learned in the first steps.")
 
     @model_validator(mode="after")

@@ -7,25 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from upswing.recipe.distill import DistillStage
-from upswing.recipe.fields import (
-    Bool,
-    Count,
-    CountOrZero,
-    Float,
-    Fraction,
-    Int,
-    NotNegative,
-    Positive,
-    Section,
-    Several,
-    Split,
-    Text,
-    opt,
-    refuse,
-)
+from upswing.recipe.fields import Bool, Count, CountOrZero, Float, Fraction, Int, NotNegative, Positive, Several, Text
 from upswing.recipe.offline import PreferenceStage
 from upswing.recipe.reward_model import RewardModelStage
 from upswing.recipe.rl import RlStage
+from upswing.recipe.section import Section, null, opt, refuse
 from upswing.recipe.training import TrainStage
 
 
@@ -68,9 +54,9 @@ class SftStage(TrainStage):
     warmup_frac: Fraction = opt(0.05, "Share of the updates during which the learning rate rises.")
     eval_every: CountOrZero = opt(10, "Updates between validations; 0: only at the end.")
     graduation: Graduation = opt(Graduation, "When SFT is good enough for RL.")
-    time_limit_s: Positive | None = opt(None, "Stop after so many seconds of training, repeating epochs until then.")
-    time_limit_as: Text | None = opt(
-        None, "Name of an earlier stage whose wall time is the time limit (an SFT control for RL)."
+    time_limit_s: Positive | None = null("Stop after so many seconds of training, repeating epochs until then.")
+    time_limit_as: Text | None = null(
+        "Name of an earlier stage whose wall time is the time limit (an SFT control for RL)."
     )
 
     @model_validator(mode="after")
@@ -95,19 +81,18 @@ class EvalStage(Section):
         "What is measured: previous, base or earlier stages; each is compared with the one before it.",
         min_length=1,
     )
-    split: Split = opt("dev", "Split of the tasks: train, dev or test.")
+    split: Literal["train", "dev", "test"] = opt("dev", "Split of the tasks: train, dev or test.")
     tasks: Count = opt(200, "Number of tasks.")
     greedy: Bool = opt(True, "Take the likeliest token; false: sample.")
     samples: Count = opt(1, "Samples a task; more than 1 needs greedy: false.")
-    temperature: Positive | None = opt(None, "Sampling temperature (1 by default); greedy has none.")
-    best_of: Several | None = opt(
-        None, "Also measure the best of so many samples, as reward_model scores them, beside pass@1 and pass@k."
+    temperature: Positive | None = null("Sampling temperature (1 by default); greedy has none.")
+    best_of: Several | None = null(
+        "Also measure the best of so many samples, as reward_model scores them, beside pass@1 and pass@k."
     )
-    reward_model: Text | None = opt(None, "Earlier reward_model stage that chooses (best_of).")
-    choose_by: Literal["last", "min", "product"] | None = opt(
-        None,
+    reward_model: Text | None = null("Earlier reward_model stage that chooses (best_of).")
+    choose_by: Literal["last", "min", "product"] | None = null(
         "What it chooses by: its score at the end (last, the default), or with labels: process the least "
-        "or the product of the chances after each turn (best_of).",
+        "or the product of the chances after each turn (best_of)."
     )
     seed: Int = opt(0, "Seed of the tasks and of the sampling.")
 

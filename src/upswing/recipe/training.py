@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from upswing.recipe.fields import Count, GradientCheckpointing, NotNegative, Positive, Schedule, Section, Text, opt
+from upswing.recipe.fields import Count, GradientCheckpointing, NotNegative, Positive, Schedule, Text
 from upswing.recipe.lora import Lora
+from upswing.recipe.section import Section, null, opt
 
 
 class TrainStage(Section):
@@ -20,10 +21,9 @@ class TrainStage(Section):
     schedule: Schedule = opt("constant", "Learning rate after warm-up.")
     weight_decay: NotNegative = opt(0.0, "AdamW weight decay.")
     grad_clip: Positive = opt(1.0, "Largest gradient norm; larger ones are scaled down.")
-    max_tokens_per_pack: Count | None = opt(
-        None,
+    max_tokens_per_pack: Count | None = null(
         "Tokens a packed forward may hold (a row or pair is never cut); bounds memory. null: 1024 on a "
-        "CPU, 8192 on a GPU.",
+        "CPU, 8192 on a GPU."
     )
     gradient_checkpointing: GradientCheckpointing = False
     lora: Lora = None

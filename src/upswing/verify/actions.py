@@ -1,7 +1,5 @@
 """Verifiers of what an agent did: its tool calls, what it found, and the state that it left."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re
@@ -41,11 +39,8 @@ class ToolCalls(Options):
 
     def __call__(self, data: Mapping[str, Any], tool_records: Sequence[ToolRecord]) -> float | Score:
         wanted = data.get("calls")
-        if (
-            isinstance(wanted, str)
-            or not isinstance(wanted, Sequence)
-            or not all(isinstance(one, Mapping) and "name" in one for one in wanted)
-        ):
+        listed = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+        if not listed or not all(isinstance(one, Mapping) and "name" in one for one in wanted):
             return unscored("the task's data has no 'calls', a list of {name, arguments}")
         low, high = (self.low, self.high) if self.partial else (0.0, 1.0)
         made = [(record.call.name, record.call.arguments) for record in tool_records]

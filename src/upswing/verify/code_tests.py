@@ -5,8 +5,6 @@ Cases are JSON: {stdin, accepted: [texts]}; {calls: [source], accepted: [values]
 is left of an assert with its calls replaced by `_0`, `_1`, …
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy
@@ -149,14 +147,8 @@ class _Splitter(ast.NodeTransformer):
         rest = self.visit(copy.deepcopy(test))
         names = {f"_{i}" for i in range(len(self._calls))} | bound | OUTSIDE.keys() | {"math"}
         for node in ast.walk(rest):
-            if (
-                isinstance(node, _REFUSED)
-                or (isinstance(node, ast.Name) and node.id not in names)
-                or (
-                    isinstance(node, ast.Attribute)
-                    and not (isinstance(node.value, ast.Name) and node.value.id == "math")
-                )
-            ):
+            foreign = isinstance(node, ast.Name) and node.id not in names
+            if foreign or isinstance(node, _REFUSED) or (isinstance(node, ast.Attribute) and not _is_math(node.value)):
                 raise _unsplit(test)
         for i, compared in _truths(rest):
             if self._judges(ast.parse(self._calls[i], mode="eval").body):
@@ -202,6 +194,10 @@ class _Splitter(ast.NodeTransformer):
         return len(given) > 1 and any(self._goes_in(node) for one in given for node in ast.walk(one))
 
 
+def _is_math(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "math"
+
+
 def _truths(test: ast.expr) -> Iterator[tuple[int, bool]]:
     """The calls, by number, of which a test only asks if they are true, and whether by a comparison."""
     match test:
@@ -242,10 +238,8 @@ def _constants(over: ast.expr) -> Iterator[ast.expr]:
 
 def _unsplit(node: ast.AST) -> ValueError:
     source = " ".join(ast.unparse(node).split())
-    return ValueError(
-        f"`{source:.120}` in the tests can't be split into calls and what they must give: an answer would stand beside "
-        "the program; write it as {call, args, expected}"
-    )
+    why = "can't be split into calls and what they must give: an answer would stand beside the program"
+    return ValueError(f"`{source:.120}` in the tests {why}; write it as {{call, args, expected}}")
 
 
 # -- the comparison: runs in a worker, for nothing that came back is trusted -------------------------------------------
@@ -295,22 +289,17 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 
 def same_output(out: str, wanted: str, tolerance: float = 0.0) -> bool:
     """As LiveCodeBench: the same lines but for spaces around them; a line of numbers by their values, exactly."""
-    pairs = [[line.strip() for line in text.strip().split("\n")] for text in (out, wanted)]
-    return len(pairs[0]) == len(pairs[1]) and all(
-        a == b or _same_numbers(a, b, tolerance) for a, b in zip(*pairs, strict=True)
-    )
+    said, told = ([line.strip() for line in text.strip().split("\n")] for text in (out, wanted))
+    alike = (a == b or _same_numbers(a, b, tolerance) for a, b in zip(said, told, strict=False))
+    return len(said) == len(told) and all(alike)
 
 
 def _same_numbers(a: str, b: str, tolerance: float) -> bool:
     try:
-        numbers = [[Decimal(part) for part in line.split()] for line in (a, b)]
-        if numbers[0] == numbers[1]:
-            return True
-        return (
-            bool(tolerance)
-            and len(numbers[0]) == len(numbers[1])
-            and all(math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance) for x, y in zip(*numbers, strict=True))
-        )
+        said, told = ([Decimal(part) for part in line.split()] for line in (a, b))
+        if said == told or not tolerance or len(said) != len(told):
+            return said == told
+        return all(math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance) for x, y in zip(said, told, strict=True))
     except InvalidOperation:
         return False
 

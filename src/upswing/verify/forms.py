@@ -1,7 +1,5 @@
 """Answers of a given form: one of several choices, a JSON document, a text that a pattern describes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

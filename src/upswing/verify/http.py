@@ -72,11 +72,9 @@ class Http(Options):
         answer = json.loads(found)
         if not isinstance(answer, dict) or "score" not in answer:
             raise ValueError(f'{self.url} answered {json.dumps(answer):.100}, not {{"score": …}}')
-        parts = answer.get("components") or {}
+        parts, reason = answer.get("components") or {}, str(answer.get("reason") or "")
         components = {str(name): _number(value, name) for name, value in parts.items()}
-        return Score(
-            value=_number(answer["score"], "score"), components=components, reason=str(answer.get("reason") or "")
-        )
+        return Score(value=_number(answer["score"], "score"), components=components, reason=reason)
 
 
 def from_environment(values: Mapping[str, str], where: str) -> dict[str, str]:

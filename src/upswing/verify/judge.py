@@ -172,9 +172,8 @@ class Asker(Options):
         if self.cache is None:
             return await self._verdict(body, schema)
         path = Path(self.cache) / key[:2] / f"{key}.json"
-        async with _in_line(
-            self._locks.setdefault(key, asyncio.Lock())
-        ):  # a group's alike answers are asked about once
+        alike = self._locks.setdefault(key, asyncio.Lock())  # a group's alike answers are asked about once
+        async with _in_line(alike):
             verdict = _load(path, schema)
             if verdict is None:
                 verdict = await self._verdict(body, schema)
@@ -284,17 +283,16 @@ class Judge(Asker):
         if self.show_gold and not golds:
             return unscored("the task has no accepted answer to show")
         low, high = self.scale
+        by = "each of" if len(self.parsed) > 1 else "this"
         system = (
-            f"You grade what an AI agent wrote for a task. Rate it from {low:g} (worst) to {high:g} (best) by "
-            + ("each of:\n" if len(self.parsed) > 1 else "this:\n")
-            + "\n".join(f"- {one.name}: {one.text}" for one in self.parsed)
+            f"You grade what an AI agent wrote for a task. Rate it from {low:g} (worst) to {high:g} (best) by {by}:\n"
         )
+        system += "\n".join(f"- {one.name}: {one.text}" for one in self.parsed)
         gold = [fence("reference", neutral(" | ".join(golds), _TASK_CHARS))] if self.show_gold else []
         user = "\n".join([self.question(episode.task), *gold, fence("candidate", said), f"The nonce is {NONCE}."])
         schema = {one.name: {"minimum": low, "maximum": high} for one in self.parsed}
-        asked = await asyncio.gather(
-            *(self.ask(system, user, schema, sample) for sample in range(self.samples)), return_exceptions=True
-        )
+        asks = (self.ask(system, user, schema, sample) for sample in range(self.samples))
+        asked = await asyncio.gather(*asks, return_exceptions=True)
         verdicts = [one for one in asked if isinstance(one, dict)]
         components: dict[str, float | None] = {"injection_suspected": suspicion(said)}
         if 2 * len(verdicts) <= self.samples:

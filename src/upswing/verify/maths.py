@@ -5,8 +5,6 @@ So its extraction isn't used, constants, equations and the members of sets, tupl
 by their difference, and only what is left (unions, chains of inequalities) is asked of `math_verify.verify`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re
@@ -94,9 +92,7 @@ def parse(text: str) -> Any:
     rules = NormalizationConfig(malformed_operators=True, boxed="none")
     try:
         found = latex2sympy(
-            text,
-            normalization_config=rules,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
+            text, normalization_config=rules, conversion_config=ConversionConfig(lowercase_symbols=False)
         )
     except (MemoryError, RecursionError):
         raise

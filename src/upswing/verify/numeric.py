@@ -1,7 +1,5 @@
 """Numbers with units and a tolerance, and arithmetic on given numbers. Everything is an exact fraction."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re
@@ -84,14 +82,10 @@ def read_quantity(text: str, units: Mapping[str, str] = UNITS, decimal: str = ".
         return None
     value = Fraction(part.get("top") or part["number"]) / below
     value *= Fraction(10) ** int(part.get("e") or part.get("power") or "0")
-    factor, base = _unit(" ".join(found["unit"].split()), units)
-    signed = -value if found["sign"] == "-" else value
+    name = " ".join(found["unit"].split())
+    times, _, base = units[name].partition(" ") if name in units else ("1", "", name)
+    factor, signed = Fraction(times), -value if found["sign"] == "-" else value
     return Quantity(signed * factor, base, found["currency"], factor)
-
-
-def _unit(name: str, units: Mapping[str, str]) -> tuple[Fraction, str]:
-    factor, _, base = units[name].partition(" ") if name in units else ("1", "", name)
-    return Fraction(factor), base
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,10 +90,8 @@ class Rubric:
         """Raises ConfigError when the reward needs a group, and one has only `size` trajectories."""
         for name, _, weight in self.items:
             if size < 2 and name in self.grouped and (weight or name in self.gates):
-                raise ConfigError(
-                    f"{where}: got {size}, but verifier '{name}' compares the trajectories of a task and "
-                    "is part of the reward; allowed: 2 and more, or weight 0 for it"
-                )
+                why = f"verifier '{name}' compares the trajectories of a task and is part of the reward"
+                raise ConfigError(f"{where}: got {size}, but {why}; allowed: 2 and more, or weight 0 for it")
 
     def lacking(self, task: Task) -> str | None:
         """What a verifier that is part of the reward needs of a task and doesn't find there; None: nothing."""
@@ -150,11 +148,9 @@ class Rubric:
                     value = components[name] or 0.0
                     components[name + GATED] = gate * value if weight * value > 0 else value
         total = sum(weight * (components[name] or 0.0) for name, weight in self.weights.items())
-        if not math.isfinite(total):
-            return Score(
-                value=None, components=components, reason="; ".join([*reasons, f"the weighted sum is {total}"])
-            )
-        return Score(value=total, components=components, reason="; ".join(reasons))
+        reasons += [] if math.isfinite(total) else [f"the weighted sum is {total}"]
+        value = total if math.isfinite(total) else None
+        return Score(value=value, components=components, reason="; ".join(reasons))
 
 
 async def _together(verifier: Verifier, episodes: Sequence[Episode], timeout_s: float) -> list[Score]:

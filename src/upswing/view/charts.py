@@ -1,7 +1,5 @@
 """Figures as inline SVG: line charts of series and the strict/normalised figure. Readable without scripts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -174,8 +172,6 @@ def match_figure(rows: Sequence[tuple[str, Mapping[str, float], float | None]]) 
         spoken.append(f"{label}: strict {100 * strict['mean']:.1f} percent, normalised {said}")
     label = "; ".join(spoken)
     svg = h("svg", *parts, viewBox=f"0 0 {width} {height}", class_="match", role="img", aria_label=label)
-    keys = [
-        ("strict", "strict match, with 95 % interval"),
-        ("lenient", "normalised match (case, articles and punctuation ignored)"),
-    ]
+    forgiven = "normalised match (case, articles and punctuation ignored)"
+    keys = [("strict", "strict match, with 95 % interval"), ("lenient", forgiven)]
     return h("figure", h("figcaption", "Strict and normalised match"), _legend(keys), svg, class_="card wide")

@@ -3,8 +3,6 @@
 `examples.json` is a list of `example_entry`, whose trajectories are of `example_from`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +46,8 @@ def _branch_tokens(branch: Branch, decode: Decode) -> list[dict[str, Any]]:
     texts = token_texts(branch.tokens.tolist(), decode)
     columns = (branch.tokens, branch.sampled, branch.engine_logprobs, branch.turn, branch.policy_version)
     rows = zip(texts, *(column.tolist() for column in columns), strict=True)
-    return [
-        {"text": text, "id": token, "sampled": sampled, "logprob": logprob, "turn": turn, "version": version}
-        for text, token, sampled, logprob, turn, version in rows
-    ]
+    names = ("text", "id", "sampled", "logprob", "turn", "version")
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def example_from(trajectory: Trajectory, decode: Decode, label: str, stage: str = "") -> dict[str, Any]:

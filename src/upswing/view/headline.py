@@ -3,8 +3,6 @@
 Reads `results.json` entries (see `upswing.evals.summary.result_entry`) as plain dicts, so an old run stays readable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,6 +144,5 @@ def _tag_cell(scores: Mapping[str, Any]) -> Html:
     cell = _cell(found, f"n = {found['n']}" if found else None)
     if not found or found["low"] < 0 or found["high"] > 1:
         return cell
-    return join(
-        [cell, h("span", h("i", style=f"width:{100 * found['mean']:.1f}%"), class_="meter", aria_hidden="true")]
-    )
+    bar = h("i", style=f"width:{100 * found['mean']:.1f}%")
+    return join([cell, h("span", bar, class_="meter", aria_hidden="true")])

@@ -1,7 +1,5 @@
 """The frame that Upswing's self-contained pages share: nothing is loaded, and no script runs but the page's own."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence
@@ -12,9 +10,8 @@ from upswing.view.html import Html, h
 
 def page(title: str, *content: Html, links: Sequence[tuple[str, str]] = ()) -> str:
     """A whole document; `links`: (text, id of a section) for its navigation."""
-    style, script = (
-        resources.files("upswing.view").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "js")
-    )
+    folder = resources.files("upswing.view")
+    style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     head = h(

@@ -5,10 +5,9 @@ left out or named as missing. All text goes through `html.escape`, and a content
 page's only script keeps anything else from running.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,14 @@ def _sections(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> list[tuple
     results, shown = (_dicts(read_json(run_dir / name)) for name in (run_folder.RESULTS, run_folder.EXAMPLES))
     recovery = [example for example in shown if example.get("kind") == "recovery"]
     others = [example for example in shown if example.get("kind") != "recovery"]
+    findings = partial(read_json_lines, run_dir / run_folder.FINDINGS)
     sections: list[tuple[str, str, Callable[[], Html]]] = [
         ("Results", "Results", lambda: headline.render(results)),
         ("Graduation", "Did SFT graduate?", lambda: _graduation(metrics)),
         ("Curves", "Curves", lambda: curves.render(metrics)),
         ("Recovery", "Recovery: the first search fails, the agent searches differently", lambda: _examples(recovery)),
         ("Examples", "Before and after, on the same task", lambda: _examples(others)),
-        ("Findings", "Findings and warnings", lambda: _findings(run_dir)),
+        ("Findings", "Findings and warnings", lambda: health.render(findings(), _loud_events(run_dir))),
         ("Run", "About this run", lambda: _run(run_dir)),
     ]
     return [(name, heading, body) for name, heading, render in sections if (body := _guarded(render))]
@@ -123,13 +123,9 @@ def _examples(found: Sequence[Mapping[str, Any]]) -> Html:
     return join([legend, *map(examples.render_example, found)])
 
 
-def _findings(run_dir: Path) -> Html:
-    return health.render(read_json_lines(run_dir / run_folder.FINDINGS), _loud_events(run_dir / run_folder.EVENTS))
-
-
-def _loud_events(path: Path) -> list[Html]:
+def _loud_events(run_dir: Path) -> list[Html]:
     """The warnings and errors in `events.log`, the last `MAX_EVENTS` of them."""
-    found = []
+    found, path = list[Html](), run_dir / run_folder.EVENTS
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         stamp, level, text = (*line.split(" ", 2), "", "")[:3]
         if level in ("warning", "error"):
@@ -138,8 +134,7 @@ def _loud_events(path: Path) -> list[Html]:
 
 
 def _run(run_dir: Path) -> Html:
-    parts: list[Html] = []
-    environment = read_json(run_dir / run_folder.ENVIRONMENT)
+    parts, environment = list[Html](), read_json(run_dir / run_folder.ENVIRONMENT)
     if isinstance(environment, dict):
         values = table(["", ""], _flat(environment), class_="text")
         parts.append(h("div", h("h3", "Environment"), values, class_="card"))

@@ -44,9 +44,8 @@ class Agent:
     @contextlib.asynccontextmanager
     async def interaction(self, task: Any, **_: Any) -> AsyncIterator[Exchange]:
         if self._play.seat is not None:
-            raise EnvironmentBroken(
-                "the environment runs its agent more than once an episode, which has one trajectory"
-            )
+            problem = "the environment runs its agent more than once an episode, which has one trajectory"
+            raise EnvironmentBroken(problem)
         exchange = self._play.seat = Exchange(self._play, task)
         try:
             await exchange.open()
@@ -112,11 +111,8 @@ class Exchange:
         said = await self._play.ask(heard, schemas)
         records = await self._play.act(said)
         reasoning, closed, content = said.content.rpartition(THINK_CLOSE)
-        calls = [
-            ToolCall(id=record.call.id, name=record.call.name, arguments=json.dumps(dict(record.call.arguments)))
-            for record in records or ()
-            if record.call.name
-        ]
+        made = [record.call for record in records or () if record.call.name]
+        calls = [ToolCall(id=one.id, name=one.name, arguments=json.dumps(dict(one.arguments))) for one in made]
         thought = reasoning if closed else None
         message = AssistantMessage(content=content.strip(), reasoning_content=thought, tool_calls=calls or None)
         self._commit(message, sampled=True, cut=not said.finished)

@@ -1,7 +1,5 @@
 """Gymnasium's environments whose observations are text, or made text, and whose actions can be named."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
@@ -126,10 +124,9 @@ class Gymnasium(GeneratedEnv):
         if self.kwargs.get("render_mode") == "ansi":
             return _ESCAPES.sub("", game.render()) if game is not None else ""
         if not isinstance(observation, str):
-            raise ConfigError(
-                f"gymnasium environment '{self.id}' observes {type(observation).__name__} {observation!r:.60}; "
-                "give to_text (such as builtins:str), or kwargs: {render_mode: ansi} where it has that"
-            )
+            seen = f"{type(observation).__name__} {observation!r:.60}"
+            how = "give to_text (such as builtins:str), or kwargs: {render_mode: ansi} where it has that"
+            raise ConfigError(f"gymnasium environment '{self.id}' observes {seen}; {how}")
         return observation
 
 
@@ -171,10 +168,8 @@ def _actions(id: str, space: Any, given: Any) -> dict[str, Any] | None:
     if isinstance(space, spaces.Text) and given is None:
         return None
     if not isinstance(space, spaces.Discrete):
-        raise ConfigError(
-            f"gymnasium environment '{id}' takes actions of {space}; allowed: Discrete, Text, or name the ones to use "
-            "as actions: {name: value}"
-        )
+        allowed = "Discrete, Text, or name the ones to use as actions: {name: value}"
+        raise ConfigError(f"gymnasium environment '{id}' takes actions of {space}; allowed: {allowed}")
     values = range(int(space.start), int(space.start + space.n))
     found = NAMES.get(re.split(r"\d*-", id.rpartition("/")[2])[0], ())
     names = list(given) if given is not None else list(found if len(found) == space.n else map(str, values))

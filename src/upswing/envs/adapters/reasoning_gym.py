@@ -4,8 +4,6 @@ An entry travels with its task as a Python literal, for its metadata holds tuple
 the scorers call `eval` or SymPy's `parse_expr`, which is `eval` too, on the answer; the worker replaces both.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -86,9 +84,8 @@ class ReasoningGym(GeneratedEnv):
     def _task(self, name: str, entry: Mapping[str, Any]) -> Task:
         gold, question = _oracle(entry), entry["question"]
         config, text = self.configs[name], repr(_plain(entry))
-        return self.make_task(
-            f"{name} {question}", question, gold=() if gold is None else (gold,), kind=name, config=config, entry=text
-        )
+        golds = () if gold is None else (gold,)
+        return self.make_task(f"{name} {question}", question, gold=golds, kind=name, config=config, entry=text)
 
     def expert(self, task: Task, rng: random.Random) -> Expert:
         """Says the oracle's answer; where there is none (`rush_hour`, `boxnet`), nothing, which scores 0."""
@@ -168,10 +165,8 @@ def _read(tasks: Any) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     configs: dict[str, dict[str, Any]] = {}
     for name in tasks:
         if name not in known:
-            raise ConfigError(
-                f"reasoning_gym has no task '{name}'{did_you_mean(str(name), known)} (it has {len(known)}, such as "
-                "leg_counting, countdown, sudoku; 'all' means every one)"
-            )
+            there = f"it has {len(known)}, such as leg_counting, countdown, sudoku; 'all' means every one"
+            raise ConfigError(f"reasoning_gym has no task '{name}'{did_you_mean(str(name), known)} ({there})")
         try:
             chosen = _Chosen.model_validate((tasks[name] if isinstance(tasks, Mapping) else None) or {})
         except ValidationError as error:

@@ -5,8 +5,6 @@ Called as TRL 1.16's GRPOTrainer calls them, with lists of one: `prompts`, `comp
 `completion_ids` and `trainer_state` don't exist here.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,27 +38,18 @@ class Rewards:
         if len(self.functions) < len(given) or len(self.weights) != len(given):
             raise ConfigError(f"trl: {len(given)} reward functions need different names and as many weights")
         for name, function in self.functions.items():
-            wanted = inspect.signature(function).parameters.values()
-            for parameter in wanted:
-                if parameter.name in _MISSING and parameter.default is parameter.empty:
-                    raise ConfigError(
-                        f"trl reward function '{name}' asks for {parameter.name}, which Upswing hasn't got"
-                    )
+            for p in inspect.signature(function).parameters.values():
+                if p.name in _MISSING and p.default is p.empty:
+                    raise ConfigError(f"trl reward function '{name}' asks for {p.name}, which Upswing hasn't got")
 
     def row(self, task: Task) -> dict[str, Any]:
         """The row of the dataset: its other columns, and the accepted answer under the name that `gold` says."""
         return {**({self.gold: task.gold[0]} if task.gold else {}), **task.data}
 
-    async def score(
-        self,
-        task: Task,
-        messages: Sequence[Message],
-        num_turns: int,
-        records: Sequence[ToolRecord],
-        extra: Mapping[str, Any],
-    ) -> Score:
-        """The weighted sum of the functions that scored, each a component; None when none did, as TRL's NaN."""
-        prompt, completion = conversation(messages, num_turns, records)
+    async def score(self, task: Task, talk: tuple[Any, Any], extra: Mapping[str, Any]) -> Score:
+        """The weighted sum of the functions that scored, each a component; None when none did, as TRL's NaN. `talk`:
+        prompt and completion (`conversation`)."""
+        prompt, completion = talk
         if self.format == "standard":
             said = [message["content"] for message in completion if message["role"] == "assistant"]
             prompt, completion = prompt[-1]["content"] if prompt else "", "".join(said)
@@ -108,8 +97,8 @@ class Reward:
 
     async def __call__(self, episode: Episode) -> Score:
         """Raises what a function raised, so that the episode isn't scored."""
-        e = episode
-        return await self._rewards.score(e.task, e.messages, e.num_turns, e.tool_records, {})
+        talk = conversation(episode.messages, episode.num_turns, episode.tool_records)
+        return await self._rewards.score(episode.task, talk, {})
 
 
 class Trl(ToolEnv):
@@ -170,8 +159,8 @@ class Trl(ToolEnv):
         return replace(seen, reward=self._score.value or 0.0)
 
     async def _judged(self) -> Score:
-        extra = {"environments": [self.instance]}
-        score = await self._rewards.score(self._task, self._said, self._turns, self._records, extra)
+        talk = conversation(self._said, self._turns, self._records)
+        score = await self._rewards.score(self._task, talk, {"environments": [self.instance]})
         if not self.own_reward:
             return score
         value = await call_with_deadline(self.instance.get_reward, {}, _NO_LIMIT_S)
@@ -197,14 +186,12 @@ def conversation(messages: Sequence[Message], num_turns: int, records: Sequence[
     start = spoken[-num_turns] if 0 < num_turns <= len(spoken) else (spoken or [len(messages)])[0]
     if not num_turns:
         start = len(messages)
-    turns = {i: turn for turn, i in enumerate(i for i in spoken if i >= start)}
     made = [as_dict(message) for message in messages]
-    for i, turn in turns.items():
+    for turn, i in enumerate(i for i in spoken if i >= start):
         calls = [record.call for record in records if record.turn == turn and record.call.name]
-        if calls:
-            made[i]["tool_calls"] = [
-                {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls
-            ]
+        called = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        if called:
+            made[i]["tool_calls"] = [{"type": "function", "function": one} for one in called]
     return made[:start], made[start:]
 
 

@@ -238,12 +238,9 @@ def _world(taskset: str, config: str, env: str | None, env_config: str) -> _Worl
         cls = _found(taskset, "verifiers taskset", loaders.taskset_class)
         config_cls = concrete_type(cls, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
         made = cls(config_cls.model_validate({"id": "" if ":" in taskset else taskset, **json.loads(config)}))
-        own = vf.SingleAgentEnv if ":" in taskset else loaders.environment_class(taskset)
-        env_cls = (
-            own
-            if env is None
-            else _found(env, "verifiers environment", lambda name: loaders.environment_class("", name))
-        )
+        env_cls = vf.SingleAgentEnv if ":" in taskset else loaders.environment_class(taskset)
+        if env is not None:
+            env_cls = _found(env, "verifiers environment", lambda name: loaders.environment_class("", name))
     except ConfigError:
         raise
     except Exception as problem:
@@ -257,9 +254,8 @@ def _world(taskset: str, config: str, env: str | None, env_config: str) -> _Worl
     played.taskset = made
     agents = list(agent_config_fields(played.config))
     if len(agents) != 1:
-        raise ConfigError(
-            f"verifiers environment {env_cls.__name__} has the agents {', '.join(agents) or 'none'}; Upswing plays one"
-        )
+        there = ", ".join(agents) or "none"
+        raise ConfigError(f"verifiers environment {env_cls.__name__} has the agents {there}; Upswing plays one")
     world = _World(taskset=made, env=played, agent=agents[0])
     _check_task(world, vf)
     return world
@@ -282,6 +278,4 @@ def _check_task(world: _World, vf: Any) -> None:
 
 
 def _found(given: str, kind: str, by_id: Callable[[str], Any]) -> Any:
-    if ":" not in given:
-        return by_id(given)
-    return load_object(given, kind, {})
+    return load_object(given, kind, {}) if ":" in given else by_id(given)

@@ -15,6 +15,8 @@ from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median, step_noi
 
 FAST = 0.03
 """Nats a token that good actions lose in each of a run's first steps, where those tell enough by themselves."""
+SPAN = 10
+"""Steps in which gradients may jump up twice."""
 
 
 def kl_explosion(r: Readings) -> Verdict | None:
@@ -220,7 +222,8 @@ def stale_updates(r: Readings) -> Verdict | None:
 
 
 def gradient_instability(r: Readings) -> Verdict | None:
-    """Gradients that aren't finite, or three times their running median for several steps and beyond the clip."""
+    """Gradients that aren't finite; or three times their running median for several steps and beyond the clip; or again
+    and again twice that, while steps move the policy far (0.02 nats a token) and nothing is gained."""
     known = r.known("grad_norm")
     values, clip = known.values, min(fact(r.facts, "grad_clip", 1.0), 1.0)
     broken = r.known("num_nonfinite").values[-5:]
@@ -243,6 +246,11 @@ def gradient_instability(r: Readings) -> Verdict | None:
                 f"gradient norm {now:.3g}, {now / usual:.2g} times its running median (limit: 3)",
             )
             severity = "critical" if now > 10 * usual or r.dropped else severity
+    jumps = np.flatnonzero(values[-SPAN:] > max(clip, 2 * median(values[-30:])))
+    if len(jumps) >= 3 and r.now("kl_old") > 0.02 and r.helpless(since := int(known.steps[-SPAN:][jumps[0]])):
+        text = f"gradient norm beyond the clip and twice its running median in {len(jumps)} of {SPAN} steps (limit: 3)"
+        signs.add(since, f"{text}, and a step moves the policy {r.now('kl_old'):.2g} nats a token (limit: 0.02)")
+        severity = "critical" if r.dropped else severity
     if not signs:
         return None
     causes = [

@@ -52,9 +52,8 @@ class _Launcher:
         python = getattr(sys, "_base_executable", None) or sys.executable  # the environment's packages stay outside
         prefixes = [(os.path.realpath(path), path) for path in dict.fromkeys((sys.base_prefix, sys.base_exec_prefix))]
         prefixes += [(real, real) for real, path in prefixes if real != path]
-        if any(
-            f"{os.path.realpath(os.path.expanduser('~'))}/".startswith(f"{real.rstrip('/')}/") for real, _ in prefixes
-        ):
+        home = f"{os.path.realpath(os.path.expanduser('~'))}/"
+        if any(home.startswith(f"{real.rstrip('/')}/") for real, _ in prefixes):
             raise SandboxUnavailable(f"Python lies in {prefixes}, above your home; use one in a folder of its own")
         programs = dict.fromkeys(os.path.join(path, "bin") for _, path in prefixes)
         env = {
@@ -78,10 +77,7 @@ class _Launcher:
                 start_new_session=True,
             )
         try:
-            wire.send(
-                self._sock,
-                {"unsafe_local": unsafe_local, "ready": ready, "prefixes": prefixes, "path": folder},
-            )
+            wire.send(self._sock, {"unsafe_local": unsafe_local, "ready": ready, "prefixes": prefixes, "path": folder})
             reply, _ = wire.receive(self._sock, timeout_s=_START_S)
         except (EOFError, OSError, ValueError):
             self._process.kill()
@@ -212,9 +208,8 @@ class Workspace:
 
     def _run(self, argv: list[str] | None, code: bytes, stdin: bytes, limits: SandboxLimits) -> SandboxResult:
         if argv is not None and (not argv or any("\0" in one for one in argv)):
-            raise ConfigError(
-                f"a command for the sandbox is {argv!r}; allowed: words without a zero byte, at least one"
-            )
+            allowed = "words without a zero byte, at least one"
+            raise ConfigError(f"a command for the sandbox is {argv!r}; allowed: {allowed}")
         header = {"ask": "run", "argv": argv, "limits": asdict(limits)}
         with self._lock:
             if self._worker is None or self._ended:
