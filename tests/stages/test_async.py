@@ -66,7 +66,7 @@ def test_learner_and_engine_hold_the_weights_once_where_they_may(
 
     monkeypatch.setattr(context, "share_memory", watched)
     rows = run(slow({"steps": 2, **rl}), tmp_path / "once")
-    assert shared == {0: [True], 1: []}.get(rl.get("max_staleness", 0)) or rl.get("lora") and shared == [False]
+    assert shared == {0: [True], 1: []}.get(rl.get("max_staleness", 0)) or (rl.get("lora") and shared == [False])
     assert all((row["sync_gb"] == 0) == (not rl) for row in rows)
     monkeypatch.setattr(context, "share_memory", lambda *_: False)
     run(slow({"steps": 2, **rl}), tmp_path / "twice")

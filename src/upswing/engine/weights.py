@@ -61,7 +61,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def share_memory(model: torch.nn.Module, learner: torch.nn.Module) -> bool:
-    """Move the learner's parameters into the memory of the engine's `model`, which takes their values: one copy for both.
+    """Move the learner's parameters into the memory of the engine's `model`, which takes their values.
 
     The learner's updates are then the engine's at once, so nothing may be sampled meanwhile. False, and nothing is
     done, where a name (of an adapter, say), a shape, a format or a device differs.
