@@ -22,6 +22,7 @@ from upswing.learn.learner import Learner
 from upswing.learn.options import RLOptions
 from upswing.models.load import load_model
 from upswing.recipe import Recipe, recipe_from
+from upswing.stages import context
 from upswing.trajectory.store import TrajectoryStore
 
 from .test_algorithms import TwoTurns, recipe, run, weights
@@ -48,6 +49,30 @@ def slow(rl: dict[str, Any]) -> Recipe:
 def learned(out: Path) -> list[tuple[int, Any]]:
     """(step, trajectory) of every trajectory that was learned from."""
     return [(stored.step, stored.trajectory) for stored in TrajectoryStore(out / "trajectories").read("rl")]
+
+
+@pytest.mark.skipif(compute_dtype(torch.device("cpu")) != torch.float32, reason="the engine computes in bf16 here")
+@pytest.mark.parametrize("rl", [{}, {"max_staleness": 1}, {"lora": {"r": 4}}])
+def test_learner_and_engine_hold_the_weights_once_where_they_may(
+    rl: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is learned is the same to the last bit."""
+    shared: list[bool] = []
+    own = context.share_memory
+
+    def watched(*models: Any) -> bool:
+        shared.append(own(*models))
+        return shared[-1]
+
+    monkeypatch.setattr(context, "share_memory", watched)
+    rows = run(slow({"steps": 2, **rl}), tmp_path / "once")
+    assert shared == {0: [True], 1: []}.get(rl.get("max_staleness", 0)) or (rl.get("lora") and shared == [False])
+    assert all((row["sync_gb"] == 0) == (not rl) for row in rows)
+    monkeypatch.setattr(context, "share_memory", lambda *_: False)
+    run(slow({"steps": 2, **rl}), tmp_path / "twice")
+    if "max_staleness" not in rl:  # there the clock decides what is sampled when
+        once, twice = weights(tmp_path / "once"), weights(tmp_path / "twice")
+        assert all(torch.equal(once[name], twice[name]) for name in twice)
 
 
 def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(tmp_path: Path) -> None:

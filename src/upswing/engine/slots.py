@@ -123,7 +123,12 @@ def _longest(slots: Iterable[Slot], sequence: Int32T, least: int) -> tuple[Slot 
     if len(sequence) < least:
         return None, 0
     at, token = least - 1, sequence[least - 1]  # most slots are told apart by this one token
-    able = [slot for slot in slots if len(slot.tokens) > at and slot.tokens[at] == token]
-    shared = [(common_prefix(slot.tokens, sequence), -slot.index, slot) for slot in able]
-    length, _, best = max(shared, default=(0, 0, None))
-    return (best, length) if length >= least else (None, 0)
+    able = (slot for slot in slots if len(slot.tokens) > at and slot.tokens[at] == token)
+    best, most = None, least - 1
+    for slot in able:
+        length = common_prefix(slot.tokens, sequence)
+        if length > most:
+            best, most = slot, length
+        if length == len(sequence):
+            break
+    return (best, most) if best else (None, 0)

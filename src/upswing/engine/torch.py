@@ -230,7 +230,7 @@ class TorchEngine:
 
         def load() -> None:
             self._forget_cache()
-            load_weights(self.model, weights)
+            self.stats.weight_bytes += load_weights(self.model, weights)
             self.version = version
 
         await self._exclusively(load)

@@ -22,8 +22,9 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into the model's parameters, converting device and dtype; int8 layers are quantised anew.
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> int:
+    """Copy `weights` into the model's parameters, converting device and dtype; int8 layers are quantised anew. -> bytes
+    written: what is in its place already (`share_memory`) isn't copied.
 
     A tied parameter may be given under any of its names. Raises ValueError for unknown or missing names, before
     anything is changed, and for a wrong shape. Values are read once and one at a time, because a lazy mapping makes
@@ -41,14 +42,36 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     shared = [module for module in model.modules() if isinstance(module, SharedLinear)]
     parts = {id(one.weight): (one.product, one.index) for one in shared if isinstance(one.product, Int8Product)}
     waiting: dict[Int8Product, dict[int, torch.Tensor]] = defaultdict(dict)  # until a product's layers are all there
+    written = 0
     for name, value in weights.items():
         got, expected = tuple(value.shape), tuple(parameters[name].shape)
         if got != expected:
             raise ValueError(f"parameter '{name}' has shape {got}; the model's is {expected}; load all weights again")
-        if not parameters[name].is_meta:
-            parameters[name].copy_(value)
+        if value.data_ptr() != parameters[name].data_ptr():
+            written += parameters[name].nbytes
+            if not parameters[name].is_meta:
+                parameters[name].copy_(value)
         if id(parameters[name]) in parts:
             product, index = parts[id(parameters[name])]
             waiting[product][index] = value
             if len(waiting[product]) == len(product.sizes):
                 product.pack([part for _, part in sorted(waiting.pop(product).items())])
+    return written
+
+
+@torch.no_grad()
+def share_memory(model: torch.nn.Module, learner: torch.nn.Module) -> bool:
+    """Move the learner's parameters into the memory of the engine's `model`, which takes their values.
+
+    The learner's updates are then the engine's at once, so nothing may be sampled meanwhile. False, and nothing is
+    done, where a name (of an adapter, say), a shape, a format or a device differs.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pairs = [(parameters.get(name), parameter) for name, parameter in learner.named_parameters()]
+    if any(own is None or (own.shape, own.dtype, own.device) != (p.shape, p.dtype, p.device) for own, p in pairs):
+        return False
+    for own, parameter in pairs:
+        assert own is not None
+        own.copy_(parameter)
+        parameter.data = own.data
+    return True

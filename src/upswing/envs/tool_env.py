@@ -1,6 +1,7 @@
 """An environment out of plain functions: the agent calls tools for a few turns, then answers."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,12 @@ _NOT_IN_TEMPLATES = ("tags", "python")
 """Formats that chat templates don't explain: the system message does."""
 INVALID_PREFIX = "Invalid call: "
 """What an agent's own mistake is answered with; a tool's failure starts with `Error: `."""
+
+
+@functools.cache
+def _marked(kind: type) -> tuple[str, ...]:
+    """Names of the methods that `tool` marks, those of base classes first."""
+    return tuple(dict.fromkeys(n for cls in reversed(kind.__mro__) for n, f in vars(cls).items() if is_marked(f)))
 
 
 class ToolEnv(Environment):
@@ -66,8 +73,8 @@ class ToolEnv(Environment):
         if options.get("max_turns") is None:
             self.max_turns = self.enough_turns()
         self._tools: dict[str, Tool] = {}
-        names = {name: None for cls in reversed(type(self).__mro__) for name, f in vars(cls).items() if is_marked(f)}
-        given = [*self.tools, *(method for name in names if (method := getattr(self, name)) not in self.tools)]
+        methods = [getattr(self, name) for name in _marked(type(self))]
+        given = [*self.tools, *(method for method in methods if method not in self.tools)]
         loaded = [load_object(each, "tool", {}) if isinstance(each, str) else each for each in given]
         own = [Tool.from_function(each, timeout_s=self.tool_timeout_s) for each in loaded]
         self._mcp: tuple[Any, ...] = ()

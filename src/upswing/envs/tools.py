@@ -15,6 +15,7 @@ import inspect
 import json
 import re
 import time
+import types
 import typing
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -157,10 +158,9 @@ class Tool:
         limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         limit_s = limit_s if options.timeout_s is None else options.timeout_s
         replace(options, timeout_s=limit_s).check(name, f)
-        text, docs = _read_docstring(inspect.getdoc(target) or "")
-        if not text:
-            raise ConfigError(f"tool '{name}' has no docstring; its first lines tell the agent what it does")
-        parameters = _read_parameters(f, target, name, docs)
+        function = getattr(f, "__func__", f)
+        known = inspect.isfunction(function) and function.__closure__ is None  # what a closure holds is not kept alive
+        text, parameters = _read_once(function, f is not function, name) if known else _read(f, target, name)
         return cls(name=name, description=text, parameters=parameters, function=f, timeout_s=limit_s, options=options)
 
     @property
@@ -247,6 +247,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     return TypeAdapter(type(value)).dump_python(value, mode="json")
+
+
+def _read(f: Callable[..., Any], target: Callable[..., Any], tool: str) -> tuple[str, tuple[Parameter, ...]]:
+    """(description, parameters)."""
+    description, docs = _read_docstring(inspect.getdoc(target) or "")
+    if not description:
+        raise ConfigError(f"tool '{tool}' has no docstring; its first lines tell the agent what it does")
+    return description, _read_parameters(f, target, tool, docs)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_once(function: Callable[..., Any], bound: bool, tool: str) -> tuple[str, tuple[Parameter, ...]]:
+    """`_read`, kept: environments make their tools anew for every trajectory."""
+    f = types.MethodType(function, object()) if bound else function
+    return _read(f, f, tool)
 
 
 def _read_parameters(

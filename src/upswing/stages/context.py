@@ -18,7 +18,9 @@ from upswing.engine.base import Sampling
 from upswing.engine.http import HttpEngine
 from upswing.engine.openai import OpenAIEngine
 from upswing.engine.torch import TorchEngine
+from upswing.engine.weights import share_memory
 from upswing.envs.base import Environment
+from upswing.learn.learner import Learner
 from upswing.learn.lora import add_lora
 from upswing.learn.reward_model import RewardModel, load_reward_model
 from upswing.models.load import load_model
@@ -150,9 +152,13 @@ class RunContext:
         """Load weights into the engine under the next policy version -> that version."""
         version = self.state.take_version()
         await self.engine.update_weights(weights, version)
-        if isinstance(self.engine, TorchEngine):  # copied into its own
-            self.engine.stats.weight_bytes += sum(p.nbytes for p in self.engine.model.parameters())
         return version
+
+    def share_memory(self, learner: Learner) -> None:
+        """One copy of the weights for the learner and the engine, where they hold them alike. For stages that don't
+        sample while they update; the learner's weights are still to be pushed, which is then quick."""
+        if type(learner) is Learner and isinstance(self.engine, TorchEngine):
+            share_memory(self.engine.model, learner.model)
 
     def rollouts_at(self, step: int) -> Rollouts:
         """Rollouts scored with the weights that the rubric has at a training step."""

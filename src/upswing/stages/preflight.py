@@ -184,7 +184,10 @@ def _memory_gb(context: RunContext, stage: RlStage, model: Any) -> dict[str, flo
         slots = min(context.rollouts.max_concurrent, stage.tasks_per_step * stage.group_size)
         tokens = min(slots * recipe.limits.context_tokens, engine.kv_tokens)
         parts["keys and values"] = tokens * KVCache(engine.model, max_slots=1, max_positions=1).token_bytes
-        parts["the engine's weights"] = sum(p.nbytes for p in engine.model.parameters())
+        weights = list(engine.model.parameters())
+        once = {p.dtype for p in weights} == {torch.float32} and not recipe.engine.quantize
+        if not once or stage.lora is not None or stage.max_staleness or stage.oversample:  # else they share memory
+            parts["the engine's weights"] = sum(p.nbytes for p in weights)
     return {what: size / 1e9 for what, size in parts.items() if size}
 
 

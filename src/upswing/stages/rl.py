@@ -89,6 +89,8 @@ class _Training:
 async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int) -> dict[str, Any]:
     """Train and save the final weights -> facts for state.json. Goes on from the last checkpoint of a killed run."""
     training = _start(context, stage, index)
+    if not _is_paced(stage):
+        context.share_memory(training.learner)
     await context.push_weights(training.learner.weights())
     try:
         return await _train(context, stage, training)

@@ -57,6 +57,7 @@ async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str,
         limit_s=limit_s,
         total=total,
     )
+    context.share_memory(training.learner)
     if training.validation and stage.graduation.enabled:
         training.losses.append(training.learner.sft_loss(training.validation))
         context.metrics.append(stage.name, 0, {"validation_loss": training.losses[-1]})

@@ -30,6 +30,9 @@ PROBE = "\ufdd1"
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """What a template that prints today's date prints: a prompt must not change overnight, nor between two runs."""
 
+_KEPT = 256
+"""Pieces of text whose ids are remembered."""
+
 
 class ChatRenderer:
     """Renders messages with a tokenizer's chat template and encodes the result.
@@ -54,6 +57,7 @@ class ChatRenderer:
         self._special_pattern = re.compile(alternatives)
         # Lookahead, so that a special token that begins inside another one is broken up too.
         self._guard_pattern = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL)
+        self._ids: dict[str, tuple[int, ...]] = {}
         self.render_text([Message(role="user", content="x")])
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -130,10 +134,16 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text: special tokens become their ids, guarded ones ordinary text. No BOS is added."""
-        ids: list[int] = []
-        for piece in text.split(BREAK):
-            if piece:
-                ids.extend(self.tokenizer.encode(piece, add_special_tokens=False))
+        return [token for piece in text.split(BREAK) if piece for token in self._encode(piece)]
+
+    def _encode(self, piece: str) -> tuple[int, ...]:
+        """Kept for a while: a group's samples begin with one prompt, and often say the same."""
+        ids = self._ids.get(piece)
+        if ids is None:
+            ids = tuple(self.tokenizer.encode(piece, add_special_tokens=False))
+            if len(self._ids) >= _KEPT:
+                self._ids.clear()
+            self._ids[piece] = ids
         return ids
 
     def _id_of(self, special_text: str) -> int:

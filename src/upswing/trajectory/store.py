@@ -7,6 +7,7 @@ A kill leaves at most a hidden temporary file, which readers ignore and the next
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import math
@@ -127,32 +128,45 @@ def _read_shard(path: Path) -> Iterator[StoredTrajectory]:
 
 def _to_line(stage: str, step: int, trajectory: Trajectory) -> str:
     """One line of ASCII JSON (lone surrogates in sampled text survive as escapes)."""
-    record = vars(trajectory) | {"branches": [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches]}
+    branches = [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches]
     try:
-        stored = plain({"stage": stage, "step": step, "trajectory": record}, "")
+        stored = plain(vars(trajectory) | {"branches": ()}, "trajectory")
     except TypeError as error:
         raise ConfigError(f"trajectory '{trajectory.id}' can't be stored: {error}; use JSON values only") from error
-    return json.dumps(stored, allow_nan=False, separators=(",", ":")) + "\n"
+    record = {"stage": stage, "step": step, "trajectory": stored | {"branches": branches}}
+    return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+_AS_IS = frozenset({str, int, bool, type(None)})
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """Of a dataclass; None for any other type."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def plain(value: Any, where: str) -> Any:
     """A JSON value: dataclasses and mappings become objects, tuples lists, numbers that aren't finite null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    if type(value) in _AS_IS:
+        return value
+    if (names := _fields(type(value))) is not None:
+        value = {name: getattr(value, name) for name in names}
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where.lstrip('.')} has the key {key!r} of type {type(key).__name__}")
-        return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
+                raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}")
+        # What is plain already isn't asked again: a step stores some hundred thousand values.
+        return {str(k): v if type(v) in _AS_IS else plain(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [v if type(v) in _AS_IS else plain(v, f"{where}[{index}]") for index, v in enumerate(value)]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
         return value
-    raise TypeError(f"{where.lstrip('.')} is a {type(value).__name__}")
+    raise TypeError(f"{where} is a {type(value).__name__}")
 
 
 def _branch_to_json(trajectory_id: str, branch: Branch) -> dict[str, Any]:

@@ -79,11 +79,11 @@ def validate_group(group: Group) -> None:
 def _branch_rules(branch: Branch, trajectory: Trajectory, index: int, owner: dict[int, int]) -> Iterator[Complaint]:
     yield from _arrays(branch)
     for rule, wrong, message in (*_values(branch, trajectory), *_turns(branch)):
-        positions = np.flatnonzero(wrong)
-        if len(positions):
-            yield rule, int(positions[0]), message
-    for turn in np.unique(branch.turn[branch.sampled]).tolist():
-        position = int(np.flatnonzero(branch.sampled & (branch.turn == turn))[0])
+        if wrong.any():
+            yield rule, int(wrong.argmax()), message
+    positions = np.flatnonzero(branch.sampled)
+    turns, firsts = np.unique(branch.turn[positions], return_index=True)
+    for turn, position in zip(turns.tolist(), positions[firsts].tolist(), strict=True):
         if turn >= trajectory.num_turns:
             yield "turns", position, f"turn {turn} of a trajectory with num_turns={trajectory.num_turns}"
         if owner.setdefault(turn, index) != index:  # no token is trained twice

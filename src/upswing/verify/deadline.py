@@ -12,7 +12,10 @@ import contextvars
 import ctypes
 import functools
 import inspect
+import os
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
 from typing import Any
@@ -21,6 +24,8 @@ from upswing.errors import EnvironmentBroken
 
 MAX_PER_FUNCTION = 128
 """Threads of one function that may be running or stuck at the same time."""
+IDLE_S = 1.0
+"""How long a thread waits for another call."""
 GRACE_S = 0.05
 """How long a cancelled coroutine gets to end by itself."""
 
@@ -95,6 +100,36 @@ class _Slots:
             elif loop.time() - since >= timeout_s:
                 raise DeadlineExceeded(f"{MAX_PER_FUNCTION} earlier calls are still running")
             await asyncio.sleep(min(0.01, timeout_s / 10))
+
+
+_Work = Callable[[], bool]
+_idle: deque[queue.SimpleQueue[_Work]] = deque()
+"""Of the threads that wait for a call, the last one to finish last. Starting one takes longer than most calls do."""
+os.register_at_fork(after_in_child=_idle.clear)  # threads don't come along
+
+
+def _in_thread(work: _Work) -> None:
+    """Have an idle thread, else a new one, do the work, which returns whether the thread is fit for more."""
+    try:
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs,), daemon=True, name="upswing-call").start()
+    jobs.put(work)
+
+
+def _serve(jobs: queue.SimpleQueue[_Work]) -> None:
+    fit = True
+    with contextlib.suppress(_Stop):
+        while fit:
+            try:
+                fit = jobs.get(timeout=IDLE_S)()
+                if fit:
+                    _idle.append(jobs)
+            except queue.Empty:
+                with contextlib.suppress(ValueError):  # it has just been taken
+                    _idle.remove(jobs)
+                    return
 
 
 _slots: dict[str, _Slots] = {}
@@ -256,10 +291,14 @@ def _end(task: asyncio.Task[Any], driven: _Driven) -> None:
 async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, slots: _Slots) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()
-    context, lock, running = contextvars.copy_context(), threading.Lock(), True
+    context, lock, running, stopped, ident = contextvars.copy_context(), threading.Lock(), True, False, 0
 
     def call() -> _Result:
-        nonlocal running
+        nonlocal running, ident
+        with lock:
+            if stopped:
+                return None, None
+            ident = threading.get_ident()
         try:
             return context.run(function, **kwargs), None
         except BaseException as error:
@@ -274,18 +313,18 @@ async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], time
         elif inspect.iscoroutine(result[0]):
             result[0].close()  # it came too late to be awaited
 
-    def work() -> None:
+    def work() -> bool:
         try:
             result = call()
         except _Stop:  # raised just as the function returned
-            return
+            return False
         finally:
             slots.free()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, result)
+        return not stopped  # else the exception may still be on its way
 
-    thread = threading.Thread(target=work, daemon=True, name=f"upswing-{getattr(function, '__name__', 'call')}")
-    thread.start()
+    _in_thread(work)
     try:
         done, _ = await asyncio.wait({future}, timeout=timeout_s)
         if not done:
@@ -293,7 +332,8 @@ async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], time
     except BaseException:
         future.cancel()
         with lock:  # never once the function has returned: the exception would hit whatever comes next
-            if running and thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
+            stopped = running
+            if stopped and ident:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
         raise
     return _unwrap(future.result())
