@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from upswing.errors import ModelNotFound
-from upswing.models.load import resolve_model
+from upswing.models.resolve import resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import load_recipe

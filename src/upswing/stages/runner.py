@@ -27,7 +27,8 @@ from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
 from upswing.learn.precision import native_bf16
-from upswing.models.load import load_model, resolve_model
+from upswing.models.load import load_model
+from upswing.models.resolve import resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import (

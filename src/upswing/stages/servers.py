@@ -17,7 +17,7 @@ from upswing.engine.openai import OpenAIEngine
 from upswing.engine.sglang import SglangEngine
 from upswing.engine.vllm import VllmEngine, max_lora_rank
 from upswing.errors import ConfigError
-from upswing.models.load import resolve_model
+from upswing.models.resolve import resolve_model
 from upswing.monitor.progress import Progress
 from upswing.recipe import EvalStage, Recipe
 from upswing.recipe.engine import adapter_ranks

@@ -174,9 +174,9 @@ class GeoSearch(Environment):
         if "plan" not in task.data:
             raise ConfigError(f"task '{task.id}' has no plan in its data; the expert only plays geo_search's own tasks")
         plan = Plan(steps=tuple(task.data["plan"]), final=task.data["final"])
-        habits = {"noise": self.expert_noise, "typos": self.expert_typos}
-        question, limit = task.messages[-1].content, self.max_searches
-        return ScriptedExpert(plan, question, self._lines, rng, max_searches=limit, **habits)
+        question, noise, typos = task.messages[-1].content, self.expert_noise, self.expert_typos
+        limit = self.max_searches
+        return ScriptedExpert(plan, question, self._lines, rng, noise=noise, typos=typos, max_searches=limit)
 
     def _lines(self, query: str) -> list[str]:
         return self.search(query, self.k).split("\n")
