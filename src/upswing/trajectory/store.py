@@ -14,7 +14,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,17 +141,16 @@ _AS_IS = frozenset({str, int, bool, type(None)})
 
 
 @functools.cache
-def _fields(kind: Hashable) -> tuple[str, ...] | None:
+def _fields(kind: type) -> tuple[str, ...] | None:
     """Of a dataclass; None for any other type."""
-    known = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    return tuple(field.name for field in dataclasses.fields(kind)) if known else None  # type: ignore[arg-type]
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def plain(value: Any, where: str) -> Any:
     """A JSON value: dataclasses and mappings become objects, tuples lists, numbers that aren't finite null."""
     if type(value) in _AS_IS:
         return value
-    if (names := _fields(type(value))) is not None:
+    if (names := _fields(type(value))) is not None:  # type: ignore[arg-type]
         value = {name: getattr(value, name) for name in names}
     if isinstance(value, Mapping):
         for key in value:
