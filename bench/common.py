@@ -110,3 +110,16 @@ def cannot_run(reason: str) -> int:
     """Say why and how to mend it -> exit status 2."""
     print(reason, file=sys.stderr)
     return 2
+
+
+def with_control(recipe: Any, name: str) -> Any:
+    """A recipe of sft, rl and test with two more stages: SFT over the same demonstrations, from where RL began, for as
+    long as RL took; and its own test."""
+    from upswing.recipe import recipe_from
+
+    data = recipe.to_dict()
+    stages = {stage["name"]: stage for stage in data["stages"]}
+    graduation = {**stages["sft"]["graduation"], "enabled": False}
+    control = {**stages["sft"], "name": name, "from": "sft", "time_limit_as": "rl", "graduation": graduation}
+    measured = {**stages["test"], "name": "test_control", "of": [name]}
+    return recipe_from({**data, "stages": [*data["stages"], control, measured]})

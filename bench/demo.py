@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import ROOT, Figure, cannot_run, describe_machine, finish, paired
+from common import ROOT, Figure, cannot_run, describe_machine, finish, paired, with_control
 
 QUICK = ["rl.steps=2", "test.tasks=40", "sft.demonstrations=40"]
 CONTROL = "sft_control"
@@ -28,7 +28,7 @@ CONTROL = "sft_control"
 def run_seed(seed: int, out: Path, quick: bool) -> tuple[dict[str, Any], float]:
     """Run recipe and control -> (test entries by label, minutes of the recipe)."""
     from upswing.monitor.progress import Progress
-    from upswing.recipe import load_recipe, recipe_from
+    from upswing.recipe import load_recipe
     from upswing.stages.runner import run_recipe
     from upswing.view.run_folder import RESULTS, read_json
 
@@ -39,14 +39,7 @@ def run_seed(seed: int, out: Path, quick: bool) -> tuple[dict[str, Any], float]:
         run_recipe(recipe, out, log=log, resume=out.exists())
     stages = read_json(out / "state.json")["stages"]
     minutes = sum(float(stages[stage.name]["wall_s"]) for stage in recipe.stages) / 60
-    data = recipe.to_dict()
-    sft = next(stage for stage in data["stages"] if stage["name"] == "sft")
-    test = next(stage for stage in data["stages"] if stage["name"] == "test")
-    graduation = {**sft["graduation"], "enabled": False}
-    control = {**sft, "name": CONTROL, "from": "sft", "time_limit_as": "rl", "graduation": graduation}
-    measured = {**test, "name": "test_control", "of": [CONTROL]}
-    with_control = recipe_from({**data, "stages": [*data["stages"], control, measured]})
-    run_recipe(with_control, out, log=log, resume=True)
+    run_recipe(with_control(recipe, CONTROL), out, log=log, resume=True)
     entries = read_json(out / RESULTS)
     found = {entry["label"]: entry for entry in entries if entry["stage"] == "test"}
     found |= {

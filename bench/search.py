@@ -3,7 +3,9 @@
     upswing run recipes/search.yaml --out runs/search
     python bench/search.py --run runs/search
 
-`--quick` runs the recipe itself with a few steps and questions instead, so its figures fall short.
+`--control` first adds what the run lacks: an SFT control (more SFT over the same demonstrations, from where RL began, for
+as long as RL took) and its test. `--quick` runs the recipe itself with a few steps and questions instead, so its figures
+fall short.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import ROOT, Figure, cannot_run, describe_machine, finish, paired
+from common import ROOT, Figure, cannot_run, describe_machine, finish, paired, with_control
 
 QUICK = ["sft.demonstrations=40", "sft.validation_demonstrations=8", "rl.steps=1", "rl.eval_every=0", "test.tasks=40"]
 
@@ -32,6 +34,17 @@ def quick_run(out: Path) -> Path:
     return out
 
 
+def add_control(run: Path) -> None:
+    from upswing.monitor.progress import Progress
+    from upswing.recipe import load_recipe
+    from upswing.stages.runner import run_recipe
+
+    recipe = load_recipe(run / "recipe.yaml")
+    if all(stage.name != CONTROL for stage in recipe.stages):
+        recipe = with_control(recipe, CONTROL)
+    run_recipe(recipe, run, log=Progress(json_lines=True, min_interval_s=30), resume=True)
+
+
 def points(interval: dict[str, Any]) -> float:
     return 100 * float(interval["mean"])
 
@@ -40,6 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/search"), help="a finished run folder")
     parser.add_argument("--quick", action="store_true", help="make a small run first: at most 5 minutes")
+    parser.add_argument("--control", action="store_true", help="add the SFT control: about as long as RL took")
     args = parser.parse_args()
     try:
         from upswing.view.run_folder import RESULTS, read_json
@@ -50,6 +64,8 @@ def main() -> int:
         import tempfile
 
         args.run = quick_run(Path(tempfile.mkdtemp()) / "run")
+    if args.control:
+        add_control(args.run)
     found = [e for e in (read_json(args.run / RESULTS) or []) if e["split"] == "test" and e["mode"] == "greedy"]
     entries = {e["label"]: e["summary"] for e in found if e["stage"] == "test" or e["label"] == CONTROL}
     state = (read_json(args.run / "state.json") or {}).get("stages", {})

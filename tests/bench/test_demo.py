@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from upswing.recipe import load_recipe
+
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
@@ -92,3 +94,15 @@ def test_search_tests_rl_against_the_control_if_the_run_has_one(tmp_path, monkey
         return
     assert figures["em_control"]["value"] == 30 and figures["rl_minus_control_points"]["value"] == pytest.approx(20)
     assert figures["control_paired_p"]["value"] == pytest.approx(coin(1, 5))
+
+
+@pytest.mark.parametrize("name", ["demo", "search"])
+def test_the_control_differs_from_sft_in_where_it_starts_and_how_long_it_takes(name):
+    recipe = load_recipe(BENCH.parent / "recipes" / f"{name}.yaml")
+    *stages, control, measured = demo.with_control(recipe, "control").to_dict()["stages"]
+    assert stages == recipe.to_dict()["stages"]
+    sft = next(stage for stage in stages if stage["name"] == "sft")
+    differs = {key for key in sft.keys() | control.keys() if sft.get(key) != control.get(key)}
+    assert differs == {"name", "from", "time_limit_as", "graduation"}
+    assert (control["from"], control["time_limit_as"], measured["of"]) == ("sft", "rl", ["control"])
+    assert measured["tasks"] == next(stage for stage in stages if stage["name"] == "test")["tasks"]
