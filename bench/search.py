@@ -3,9 +3,9 @@
     upswing run recipes/search.yaml --out runs/search
     python bench/search.py --run runs/search
 
-`--control` first adds what the run lacks: an SFT control (more SFT over the same demonstrations, from where RL began, for
-as long as RL took) and its test. `--quick` runs the recipe itself with a few steps and questions instead, so its figures
-fall short.
+`--control` first adds what the run lacks: an SFT control (more SFT over the same demonstrations, from where RL began,
+for as long as RL took) and its test. `--quick` runs the recipe itself with a few steps and questions instead, so its
+figures fall short.
 """
 
 from __future__ import annotations
