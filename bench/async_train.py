@@ -217,6 +217,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two seeds, fewer steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
+    if len(args.seeds) < 2:
+        parser.error("--seeds: give two or more; the gap in success is judged by the spread of the seeds")
     print(describe_machine(("upswing", "torch")))
     began, seeds = time.perf_counter(), args.seeds[:2] if args.quick else args.seeds
     with tempfile.TemporaryDirectory() as name:
