@@ -4,6 +4,8 @@ Every attack is a whole play: the expert's turns are repeated in the real enviro
 changed, so that the environment's protocol is attacked along with the verifiers.
 """
 
+from __future__ import annotations
+
 import ast
 import asyncio
 import math

@@ -1,5 +1,7 @@
 """Environments: where tasks are played. Importing this loads neither torch nor any built-in environment."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """What an environment is: where a task is played."""
 
+from __future__ import annotations
+
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping

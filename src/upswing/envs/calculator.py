@@ -1,5 +1,7 @@
 """Calculator: arithmetic that a small model can't do in its head, with a tool that can."""
 
+from __future__ import annotations
+
 import ast
 import math
 import operator

@@ -1,5 +1,7 @@
 """Code: write a small Python function step by step as told, try it in a sandbox, and have it judged by hidden tests."""
 
+from __future__ import annotations
+
 import random
 import re
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 The shape is tau-bench's (Yao et al. 2024, arXiv:2406.12045); the customer is scripted, so a task is always the same.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import random

@@ -1,5 +1,7 @@
 """What the small built-in environments share: endless tasks drawn at random, each in one split by what it is."""
 
+from __future__ import annotations
+
 import random
 import zlib
 from abc import abstractmethod

@@ -1,5 +1,7 @@
 """Grid: a small world of walls, a key and a locked door, walked one step a turn. Long episodes, one decision each."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

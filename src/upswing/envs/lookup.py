@@ -3,6 +3,8 @@
 The agent is asked for the value of a key and has one tool, `get`. Some keys are aliases, so that it must call again.
 """
 
+from __future__ import annotations
+
 import random
 import string
 from collections.abc import Iterator, Mapping

@@ -9,6 +9,8 @@ closed and the processes ended. What goes wrong with a call is told apart:
   (not with `per_trajectory`, whose state is lost).
 """
 
+from __future__ import annotations
+
 import asyncio
 import atexit
 import contextlib

@@ -1,5 +1,7 @@
 """Memory: facts told in one session are asked for in a later one, which sees nothing of it but a notebook."""
 
+from __future__ import annotations
+
 import random
 from typing import Annotated
 

@@ -1,5 +1,7 @@
 """Preference pairs from JSON Lines: one prompt with a better and a worse continuation a row, checked row by row."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """The formats in which agents write calls, one class each; the rules that they share stand in `parsing`."""
 
+from __future__ import annotations
+
 import ast
 import json
 import re

@@ -11,6 +11,8 @@ Rules, the same for every format, in training and in evaluation:
 - Time is linear in the text, whatever it holds.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

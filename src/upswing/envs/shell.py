@@ -1,5 +1,7 @@
 """Shell: work on files with `bash` in a sandbox that lasts the episode; judged by the files left behind."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import io

@@ -1,5 +1,7 @@
 """SQL: questions about, and changes to, a real SQLite database; judged by the answer and by the tables left behind."""
 
+from __future__ import annotations
+
 import random
 import sqlite3
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """An environment out of plain functions: the agent calls tools for a few turns, then answers."""
 
+from __future__ import annotations
+
 import asyncio
 import functools
 import time

@@ -1,5 +1,7 @@
 """Web shop: pages with links and buttons; find the thing that was asked for, choose its options and buy it."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from collections.abc import Mapping

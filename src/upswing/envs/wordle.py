@@ -1,5 +1,7 @@
 """Wordle: find a five-letter word in six guesses; each answer narrows the rest."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from collections.abc import Mapping

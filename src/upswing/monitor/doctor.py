@@ -1,5 +1,7 @@
 """Judging a whole log after the fact, step by step as a watch would have while it was written, and the report of it."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections import Counter

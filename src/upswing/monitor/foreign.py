@@ -4,6 +4,8 @@ Formats, told by content: transformers' `trainer_state.json` (TRL), JSON lines (
 rows), verl's console output, CSV of W&B's and of TensorBoard's web page, TensorBoard's JSON and event files.
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import math

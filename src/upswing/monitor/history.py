@@ -1,6 +1,8 @@
 """A stage's past as series: what detectors read, whether the rows come from a run in progress, a stored one or
 another framework's log."""
 
+from __future__ import annotations
+
 import math
 from array import array
 from bisect import bisect_left

@@ -4,6 +4,8 @@ A line is written with one `write` to a file opened for appending, so readers an
 cut by a kill (or a full disk) is repaired when the log is opened again.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Mapping

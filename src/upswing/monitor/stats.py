@@ -1,5 +1,7 @@
 """Robust statistics of short, noisy series. Pure float64; every input is finite values in order, axis K."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

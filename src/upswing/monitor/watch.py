@@ -1,5 +1,7 @@
 """Watching a run: every step judged, and what is new since the step before, so that a finding is told once."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

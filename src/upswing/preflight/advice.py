@@ -3,6 +3,8 @@
 NaN means not measured and decides nothing.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

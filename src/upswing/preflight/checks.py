@@ -1,5 +1,7 @@
 """What can be found wrong with a recipe before anything is sampled: options, chat template, room for the answers."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Verifiers of what an agent did: its tool calls, what it found, and the state that it left."""
 
+from __future__ import annotations
+
 import fnmatch
 import math
 import re

@@ -4,6 +4,8 @@ No expected value ever goes in. Values come back as data with their types (no pi
 yes), and even these are read in a process apart, with a deadline.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

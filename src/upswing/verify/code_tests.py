@@ -5,6 +5,8 @@ Cases are JSON: {stdin, accepted: [texts]}; {calls: [source], accepted: [values]
 is left of an assert with its calls replaced by `_0`, `_1`, …
 """
 
+from __future__ import annotations
+
 import ast
 import builtins
 import copy

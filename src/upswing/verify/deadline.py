@@ -6,6 +6,8 @@ of one function is bounded instead. Further calls wait for a free one, which tak
 of whoever waits for them (`off_the_clock`); only when none comes free for as long as a call may take are they given up.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import contextvars

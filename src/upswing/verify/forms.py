@@ -1,5 +1,7 @@
 """Answers of a given form: one of several choices, a JSON document, a text that a pattern describes."""
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import re

@@ -5,6 +5,8 @@ So its extraction isn't used, constants, equations and the members of sets, tupl
 by their difference, and only what is left (unions, chains of inequalities) is asked of `math_verify.verify`.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import re

@@ -1,5 +1,7 @@
 """Numbers with units and a tolerance, and arithmetic on given numbers. Everything is an exact fraction."""
 
+from __future__ import annotations
+
 import ast
 import operator
 import re

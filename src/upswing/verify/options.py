@@ -1,5 +1,7 @@
 """Options by their type hints: what recipes give environments and verifiers, checked by pydantic when one is made."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import re

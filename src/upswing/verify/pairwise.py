@@ -1,5 +1,7 @@
 """Judges that compare: an answer with the reference, and the trajectories of a group with each other."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

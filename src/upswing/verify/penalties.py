@@ -1,5 +1,7 @@
 """What the agent wrote, repeated or called too much: scores from 0 down to -1, for a weight to scale."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,6 +7,8 @@ Rewards should be strict: the SQuAD normaliser drops punctuation and case, so an
 was never asked for.
 """
 
+from __future__ import annotations
+
 import re
 import string
 import unicodedata

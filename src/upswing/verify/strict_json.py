@@ -1,5 +1,7 @@
 """JSON as it is specified: no NaN, no infinities, no number too large for a float, no key twice in one object."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter

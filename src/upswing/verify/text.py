@@ -1,5 +1,7 @@
 """Where an answer is read from, and what the built-in verifiers share."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

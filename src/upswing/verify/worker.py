@@ -5,6 +5,8 @@ The worker arms its own timer and limits its own memory, so that it ends even wh
 fresh interpreter and no fork: the parent holds threads, and perhaps a GPU.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import os

@@ -1,5 +1,7 @@
 """Figures as inline SVG: line charts of series and the strict/normalised figure. Readable without scripts."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,6 +4,8 @@ Known signals (`curves.yaml`) get a figure with a name, a unit and what it says;
 is still shown, folded away. Evaluation points are keys that start with `eval_`, logged at the step of the checkpoint.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any

@@ -1,5 +1,7 @@
 """`upswing doctor --html`: the doctor's report as one self-contained page with charts of the signals that it cites."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,6 +3,8 @@
 `examples.json` is a list of `example_entry`, whose trajectories are of `example_from`.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

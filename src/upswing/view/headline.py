@@ -3,6 +3,8 @@
 Reads `results.json` entries (see `upswing.evals.summary.result_entry`) as plain dicts, so an old run stays readable.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The report's findings: what began, when it was over, why it happens and what to change; and what safeguards did."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Building HTML that can't be broken out of: whatever isn't marked as `Html` is escaped."""
 
+from __future__ import annotations
+
 import html
 from collections.abc import Iterable
 from typing import Any

@@ -1,5 +1,7 @@
 """The frame that Upswing's self-contained pages share: nothing is loaded, and no script runs but the page's own."""
 
+from __future__ import annotations
+
 import base64
 import hashlib
 from collections.abc import Sequence

@@ -5,6 +5,8 @@ left out or named as missing. All text goes through `html.escape`, and a content
 page's only script keeps anything else from running.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial

@@ -1,5 +1,7 @@
 """The files of a run folder and how they are read and written: JSON in any state, also of a run killed half-way."""
 
+from __future__ import annotations
+
 import json
 import math
 import os

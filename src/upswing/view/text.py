@@ -1,5 +1,7 @@
 """Figures as a person reads them, the same in the terminal's tables and in the report. None, NaN: a dash."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

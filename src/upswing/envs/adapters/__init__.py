@@ -1,5 +1,7 @@
 """Environments and scorers that exist elsewhere, as Upswing's: each library is imported when it is first used."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Mapping
 from typing import Any

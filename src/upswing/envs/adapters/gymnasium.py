@@ -1,5 +1,7 @@
 """Gymnasium's environments whose observations are text, or made text, and whose actions can be named."""
 
+from __future__ import annotations
+
 import functools
 import json
 import random

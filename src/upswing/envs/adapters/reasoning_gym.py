@@ -4,6 +4,8 @@ An entry travels with its task as a Python literal, for its metadata holds tuple
 the scorers call `eval` or SymPy's `parse_expr`, which is `eval` too, on the answer; the worker replaces both.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import dataclasses

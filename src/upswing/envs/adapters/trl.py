@@ -5,6 +5,8 @@ Called as TRL 1.16's GRPOTrainer calls them, with lists of one: `prompts`, `comp
 `completion_ids` and `trainer_state` don't exist here.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """What a sandboxed run may use, and what comes back from it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
 
 from upswing.errors import ConfigError, EnvironmentBroken
