@@ -47,7 +47,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
         got, expected = tuple(value.shape), tuple(parameters[name].shape)
         if got != expected:
             raise ValueError(f"parameter '{name}' has shape {got}; the model's is {expected}; load all weights again")
-        if value.data_ptr() != parameters[name].data_ptr():
+        address = value.data_ptr()  # 0: a sharded tensor, say, which has its data elsewhere
+        if not address or address != parameters[name].data_ptr():
             written += parameters[name].nbytes
             if not parameters[name].is_meta:
                 parameters[name].copy_(value)
