@@ -99,3 +99,8 @@ def flipped(answer: str | None, gold: Sequence[str], state: Mapping[str, Any], n
 def finds(tool_records: Sequence[ToolRecord]) -> float:
     """How many calls the desk had a value for, the same one twice too."""
     return float(sum(record.ok and record.result != UNKNOWN for record in tool_records))
+
+
+def answered(answer: str | None) -> float:
+    """1 for any answer at all."""
+    return float(answer is not None)
