@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,36 @@ def test_a_task_without_what_the_reward_needs_is_named_before_a_model_is_needed(
     message = refusal(echo, *changes)
     assert f"stages.0: train task {number + 1} of 'echo_env.py:Echo': task 'train-{number}'" in message
     assert f"has no {field}, which verifier '{missing[1]}' needs" in message
+
+
+def test_a_gold_that_is_no_text_is_for_the_users_own_verifier_to_read(echo: Path):
+    (echo.parent / "check.py").write_text("def exactly(answer, gold):\n    return int(answer) == gold[0]\n")
+    source = echo.parent / "echo_env.py"
+    source.write_text(source.read_text().replace('gold=(f"{self.word}-{seed}-{index}",)', "gold=(index,)"))
+    assert world(echo, NO_SFT, "stages.0.eval_every=0", "verifiers=[check.py:exactly]")
+
+
+@pytest.mark.parametrize(("tasks", "fine"), [(2, True), (3, False)])
+def test_no_more_tasks_are_looked_at_than_a_stage_takes(echo: Path, tasks: int, fine: bool):
+    source = echo.parent / "echo_env.py"
+    text = source.read_text()
+    at = text.index("for index in range")
+    loop = text[at : text.index("\n\n", at)] if "\n\n" in text[at:] else text[at:].rstrip("\n")
+    source.write_text(text.replace(loop, f"{loop}\n        raise LookupError('there are two')"))
+    changes = f"stages=[{{stage: eval, split: dev, tasks: {tasks}}}]"
+    if fine:
+        assert world(echo, changes)
+    else:
+        assert "raised LookupError: there are two" in refusal(echo, changes)
+
+
+def test_a_slow_stream_is_not_waited_for(echo: Path):
+    source = echo.parent / "echo_env.py"
+    text = source.read_text().replace("for index in range", "import time\n        for index in range")
+    source.write_text(text.replace('"dev": 2', '"dev": 50').replace("yield Task(", "time.sleep(1.1); yield Task("))
+    started = time.monotonic()
+    assert world(echo, "stages=[{stage: eval, split: dev, tasks: 50}]")
+    assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize("identity", ["{split}-{index}", "{split}-{index % 1}"])

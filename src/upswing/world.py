@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ from upswing.verify import Rubric, rubric_from
 TaskStream = Callable[[str, int], Iterator[Task]]
 """`stream(split, seed)`: tasks of a split, the same for the same seed; `train` may be endless."""
 SAMPLE = 64
-"""So many of an environment's first tasks of a split are looked at before a run."""
+"""So many of an environment's first tasks of a split are looked at before a run, if its stages take as many."""
+SAMPLE_S = 2.0
+"""No further one after that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,21 @@ def splits_of(stage: Stage) -> tuple[str, ...]:
     return ("train",)
 
 
+def _wanted(recipe: Recipe, split: str) -> int:
+    """How many tasks of a split to look at: no more than some stage takes at once."""
+    counts = [1]
+    for stage in recipe.stages:
+        if split not in splits_of(stage):
+            continue
+        if isinstance(stage, EvalStage):
+            counts.append(stage.tasks)
+        elif isinstance(stage, RlBase):
+            counts.append(stage.tasks_per_step if split == "train" else stage.eval_tasks)
+        else:
+            counts.append(SAMPLE)
+    return min(SAMPLE, max(counts))
+
+
 def _judged(stage: Stage) -> tuple[str, ...]:
     """The splits whose trajectories a stage needs scores of: a distill stage learns from its teacher."""
     return tuple(one for one in splits_of(stage) if one != "train" or not isinstance(stage, DistillStage))
@@ -162,7 +180,11 @@ def _sample(world: World, recipe: Recipe, split: str, where: str) -> list[Task]:
     name = recipe.env.name
     with _in_one_line(recipe, f"tasks({split!r}, seed)", where):
         try:
-            found = list(itertools.islice(world.tasks(split, recipe.seed), SAMPLE))
+            began, found = time.monotonic(), []
+            for task in itertools.islice(world.tasks(split, recipe.seed), _wanted(recipe, split)):
+                found.append(task)
+                if time.monotonic() - began > SAMPLE_S:
+                    break
         except NotImplementedError as problem:
             raise ConfigError(f"env: {problem} (dataset.train: path of a JSON Lines file)") from None
     if not found:
@@ -177,12 +199,14 @@ def _sample(world: World, recipe: Recipe, split: str, where: str) -> list[Task]:
                 f"{where}: environment '{name}': the messages of task '{task.id}' aren't all "
                 'upswing.Message objects, as Message(role="user", content="...")'
             )
-        before = seen.setdefault(task.id, number)
+        before = seen.setdefault(str(task.id), number)
         other = found[before - 1]
-        if (problem_of(task), task.gold) != (problem_of(other), other.gold):
+        with _in_one_line(recipe, f"tasks({split!r}, seed)", where):
+            same = task == other or (problem_of(task), task.gold) == (problem_of(other), other.gold)
+        if not same:
             raise ConfigError(
                 f"{where}: environment '{name}': {split} tasks {before} and {number} are two problems with one id, "
-                f"'{task.id}'; an id may come again only with the same task"
+                f"'{task.id}'; an id may come again only with the same task (put what differs, a seed, say, into it)"
             )
     return found
 

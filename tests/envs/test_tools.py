@@ -491,3 +491,32 @@ async def test_methods_take_options_but_no_cache():
 def test_options_that_can_not_work(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         flaky(0, **options)
+
+
+class Described:
+    def search(self, query: str, kinds: list[Literal["a", "b"]]) -> str:
+        """Find something."""
+        return query
+
+
+def test_a_method_may_inherit_its_docstring_and_its_schema_is_its_own():
+    class Mine(Described):
+        def search(self, query: str, kinds: list[Literal["a", "b"]]) -> str:
+            return query
+
+    for kind in (Described, Mine, Described):
+        made = Tool.from_function(kind().search)
+        assert made.description == "Find something."
+        properties = made.schema["function"]["parameters"]["properties"]
+        assert properties["kinds"]["items"]["enum"] == ["a", "b"]
+        properties["kinds"]["items"]["enum"].remove("a")  # in this trajectory
+
+
+def test_a_docstring_set_later_is_read():
+    def later(x: int) -> int:
+        """One."""
+        return x
+
+    assert Tool.from_function(later).description == "One."
+    later.__doc__ = "Two."
+    assert Tool.from_function(later).description == "Two."

@@ -42,7 +42,7 @@ class WorldActor:
         """(what a method of the episode's environment returns, None), or (None, what it raises)."""
         try:
             if method == "reset":
-                self._episodes[episode] = self._make()
+                self._episodes[episode] = await asyncio.to_thread(self._make)  # taking long is no sign of hanging
             elif method == "close" and episode not in self._episodes:
                 return None, None  # its reset never came
             env = self._episodes.pop(episode) if method == "close" else self._episodes[episode]

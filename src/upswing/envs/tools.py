@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -159,14 +160,16 @@ class Tool:
         limit_s = limit_s if options.timeout_s is None else options.timeout_s
         replace(options, timeout_s=limit_s).check(name, f)
         function = getattr(f, "__func__", f)
-        known = inspect.isfunction(function) and function.__closure__ is None  # what a closure holds is not kept alive
-        text, parameters = _read_once(function, f is not function, name) if known else _read(f, target, name)
+        # What a closure holds is not kept alive; a docstring may be inherited by way of the instance.
+        known = inspect.isfunction(function) and function.__closure__ is None and function.__doc__ is not None
+        key = (function, f is not function, name, function.__doc__)
+        text, parameters = _read_once(*key) if known else _read(f, target, name)
         return cls(name=name, description=text, parameters=parameters, function=f, timeout_s=limit_s, options=options)
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's function format, for chat templates."""
-        properties = {p.name: dict(p.schema) for p in self.parameters}
+        properties = {p.name: copy.deepcopy(dict(p.schema)) for p in self.parameters}
         required = [p.name for p in self.parameters if p.required]
         parameters = {"type": "object", "properties": properties, "required": required}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
@@ -258,9 +261,9 @@ def _read(f: Callable[..., Any], target: Callable[..., Any], tool: str) -> tuple
 
 
 @functools.lru_cache(maxsize=256)
-def _read_once(function: Callable[..., Any], bound: bool, tool: str) -> tuple[str, tuple[Parameter, ...]]:
+def _read_once(f: Callable[..., Any], bound: bool, tool: str, doc: str) -> tuple[str, tuple[Parameter, ...]]:
     """`_read`, kept: environments make their tools anew for every trajectory."""
-    f = types.MethodType(function, object()) if bound else function
+    f = types.MethodType(f, object()) if bound else f
     return _read(f, f, tool)
 
 

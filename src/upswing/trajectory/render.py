@@ -30,8 +30,8 @@ PROBE = "\ufdd1"
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """What a template that prints today's date prints: a prompt must not change overnight, nor between two runs."""
 
-_KEPT = 256
-"""Pieces of text whose ids are remembered."""
+_KEPT, _LONGEST = 256, 20_000
+"""Pieces of text whose ids are remembered; characters of one."""
 
 
 class ChatRenderer:
@@ -141,9 +141,10 @@ class ChatRenderer:
         ids = self._ids.get(piece)
         if ids is None:
             ids = tuple(self.tokenizer.encode(piece, add_special_tokens=False))
-            if len(self._ids) >= _KEPT:
-                self._ids.clear()
-            self._ids[piece] = ids
+            if len(piece) <= _LONGEST:
+                self._ids[piece] = ids
+            if len(self._ids) > _KEPT:
+                self._ids.pop(next(iter(self._ids)), None)
         return ids
 
     def _id_of(self, special_text: str) -> int:

@@ -4,6 +4,7 @@ A plain function runs in a daemon thread, so it never blocks the event loop. On 
 (an exception is raised in it, which ends a Python loop); one that sleeps in C can't be ended, so the number of threads
 of one function is bounded instead. Further calls wait for a free one, which takes nothing off their own time or that
 of whoever waits for them (`off_the_clock`); only when none comes free for as long as a call may take are they given up.
+Threads are used again: what a function leaves in thread-local state, another one may find.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from upswing.trajectory.types import Score, Task
 from upswing.verify.base import Episode
 from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
 from upswing.verify.options import Options, no_argument
-from upswing.verify.text import accepted, one_line
+from upswing.verify.text import one_line
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Episode))
 WHOLE = "episode"
@@ -80,8 +80,10 @@ class Verifier:
 
     def lacks(self, task: Task) -> str | None:
         """The first of `needs` that a task doesn't have."""
-        there = {"gold": accepted(task.gold) or None, **{f"data.{key}": value for key, value in task.data.items()}}
-        return next((field for field in self.needs if there.get(field) is None), None)
+        if "gold" in self.needs and not any(one.strip() if isinstance(one, str) else True for one in task.gold or ()):
+            return "gold"
+        data = {f"data.{key}": value for key, value in task.data.items()}
+        return next((field for field in self.needs if field != "gold" and data.get(field) is None), None)
 
     async def __call__(self, episode: Episode) -> Score:
         """The score; value None with the reason when it raised, took too long or gave no finite number."""

@@ -99,9 +99,10 @@ class Rubric:
             counts = weight or name in self.gates or name in self.ramps
             if counts and (field := verifier.lacks(task)) is not None:
                 what = "gold (an accepted answer)" if field == "gold" else field
+                own = "" if verifier.inline else ", or give its parameter `gold` a default if it can do without"
                 return (
                     f"task '{task.id}' has no {what}, which verifier '{name}' needs; "
-                    "give it one, or take that verifier out of the reward (weight: 0)"
+                    f"give it one, or take that verifier out of the reward (weight: 0){own}"
                 )
         return None
 
