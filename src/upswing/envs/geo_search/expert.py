@@ -68,7 +68,7 @@ class Plan:
         # Two numbers that look the same in words are told apart by all of their digits.
         shown = short if len(set(short)) == len(short) else facts
         working = "; ".join(f"{name} {fact}" for name, fact in zip(names, shown, strict=True))
-        # The order is written too: a small model learns that, where naming the larger at once stays a coin flip.
+        # The order is written too: a decision of its own, apart from copying a name.
         order = f"{shown[0]} {'>' if sizes[0] > sizes[1] else '<'} {shown[1]}"
         return f"{working}. {order}.", names[sizes.index(max(sizes))]
 
