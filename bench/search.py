@@ -64,7 +64,7 @@ def main() -> int:
         import tempfile
 
         args.run = quick_run(Path(tempfile.mkdtemp()) / "run")
-    if args.control:
+    if args.control and (args.run / "recipe.yaml").is_file():  # else there is no run, which is said below
         add_control(args.run)
     found = [e for e in (read_json(args.run / RESULTS) or []) if e["split"] == "test" and e["mode"] == "greedy"]
     entries = {e["label"]: e["summary"] for e in found if e["stage"] == "test" or e["label"] == CONTROL}

@@ -106,3 +106,10 @@ def test_the_control_differs_from_sft_in_where_it_starts_and_how_long_it_takes(n
     assert differs == {"name", "from", "time_limit_as", "graduation"}
     assert (control["from"], control["time_limit_as"], measured["of"]) == ("sft", "rl", ["control"])
     assert measured["tasks"] == next(stage for stage in stages if stage["name"] == "test")["tasks"]
+
+
+def test_a_control_of_no_run_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["search.py", "--control", "--run", str(tmp_path / "none")])
+    assert search.main() == 2
+    said = capsys.readouterr()
+    assert "has no finished test of sft, rl; first: upswing run recipes/search.yaml" in said.out + said.err

@@ -250,3 +250,25 @@ def test_a_stuck_tool_does_not_keep_the_process_alive():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert result.stdout.split() == ["late", "late"] and result.returncode == 0 and not result.stderr
+
+
+async def test_a_thread_is_used_again_unless_it_had_to_be_stopped():
+    async def used():
+        await asyncio.sleep(0.05)  # the last one is idle by now
+        return await call_with_deadline(threading.current_thread, {}, 1.0)
+
+    first, seen = await used(), []
+    assert await used() is first
+
+    def endless():
+        seen.append(threading.current_thread())
+        while True:
+            pass
+
+    await asyncio.sleep(0.05)
+    with pytest.raises(DeadlineExceeded):
+        await call_with_deadline(endless, {}, 0.1)
+    assert seen == [first]
+    assert await used() is not first
+    first.join(2)
+    assert not first.is_alive()
