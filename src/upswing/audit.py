@@ -26,7 +26,7 @@ from upswing.seeding import derive_seed
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolRecord
 from upswing.trajectory.validate import STOP_REASONS
 from upswing.verify.base import Episode
-from upswing.verify.deadline import call_env
+from upswing.verify.deadline import call_env, to_its_end
 from upswing.verify.numeric import read_quantity
 from upswing.verify.text import same_value
 from upswing.world import World
@@ -236,7 +236,7 @@ async def scripted_episode(
             reward, number = reward + seen.reward, number + 1
         state = {**env.state(), "env_reward": reward}
     finally:
-        await call_env(env.close, timeout_s=timeout_s)
+        await to_its_end(call_env(env.close, timeout_s=timeout_s))
     reason = (seen.stop_reason or StopReason.ENV_DONE) if seen.done else StopReason.MAX_TURNS
     return Episode(
         task=task,

@@ -214,6 +214,25 @@ async def test_cancelling_a_batch_cancels_its_trajectories() -> None:
     assert len(Echo.closed) == 4
 
 
+async def test_an_environment_closes_however_often_its_trajectory_is_cancelled() -> None:
+    class Slow(Echo):
+        def close(self) -> None:
+            time.sleep(0.1)
+            super().close()
+
+    parts = rollouts(["one"] * 1000, env=Slow)
+    parts.engine.delay_s = 0.05  # type: ignore[attr-defined]
+    job = asyncio.ensure_future(play_one(parts))
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        job.cancel()
+        await asyncio.sleep(0.02)
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    await asyncio.sleep(0.3)
+    assert len(Echo.closed) == 1
+
+
 async def test_the_same_task_twice_in_a_batch_is_played_apart() -> None:
     parts = rollouts(["one", "done"])
     groups = await parts.groups([TASK, TASK], size=2, sampling=Sampling(), seed=0)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from upswing.verify import deadline
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, in_turn, off_the_clock
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, in_turn, off_the_clock, to_its_end
 
 
 async def forever():
@@ -272,3 +272,24 @@ async def test_a_thread_is_used_again_unless_it_had_to_be_stopped():
     assert await used() is not first
     first.join(2)
     assert not first.is_alive()
+
+
+@pytest.mark.parametrize("cancels", [0, 1, 3])
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_what_must_be_undone_is_undone_however_often_it_is_cancelled(cancels, breaks):
+    ended = []
+
+    async def work():
+        await asyncio.sleep(0.1)
+        ended.append(True)
+        if breaks:
+            raise OSError("no")
+        return 7
+
+    job = asyncio.ensure_future(to_its_end(work()))
+    for _ in range(cancels):
+        await asyncio.sleep(0.01)
+        job.cancel()
+    (result,) = await asyncio.gather(job, return_exceptions=True)
+    assert ended == [True]
+    assert isinstance(result, asyncio.CancelledError if cancels else OSError if breaks else int)

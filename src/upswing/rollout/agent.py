@@ -28,7 +28,7 @@ from upswing.rollout.sessions import Session
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import StopReason, Task, Trajectory
 from upswing.trajectory.validate import STOP_REASONS, validate
-from upswing.verify.deadline import call_env
+from upswing.verify.deadline import call_env, to_its_end
 
 if TYPE_CHECKING:
     from upswing.rollout.proxy import Proxy
@@ -206,7 +206,7 @@ class Agent:
             problem = f"{type(error).__name__}: {error}"
         finally:
             self.proxy.drop(api_key)
-            await session.close()
+            await to_its_end(session.close())
         reason, words = _ending(session, problem, deadline.expired())
         trajectory = _trajectory(session, task, reason, words, answer, time.perf_counter() - started)
         validate(trajectory)

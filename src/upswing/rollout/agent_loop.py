@@ -25,7 +25,7 @@ from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import plain
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord, Trajectory
 from upswing.trajectory.validate import STOP_REASONS, validate
-from upswing.verify.deadline import call_env
+from upswing.verify.deadline import call_env, to_its_end
 
 
 class Speaker(Protocol):
@@ -230,7 +230,7 @@ async def play(
         speaker.release()
         if env is not None:
             try:
-                await call_env(env.close, timeout_s=limits.env_timeout_s)
+                await to_its_end(call_env(env.close, timeout_s=limits.env_timeout_s))
             except Exception as problem:
                 if game.error is None:
                     game.fail(f"{type(problem).__name__} in close: {problem}")

@@ -31,6 +31,7 @@ from upswing.rollout.proxy import (
 )
 from upswing.rollout.sessions import ChatTurn, Refused, Session
 from upswing.trajectory.render import ChatRenderer
+from upswing.verify.deadline import to_its_end
 
 MAX_N = 64
 
@@ -78,7 +79,7 @@ class Serving:
             turns = None
         finally:
             for session in sessions:
-                await session.close()
+                await to_its_end(session.close())
         if turns is None:
             return Response(status_code=499)  # nobody reads it
         scored = [token_logprobs(self.renderer, turn) if body.get("logprobs") else None for turn in turns]

@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, TypeVar
 
 from upswing.errors import EnvironmentBroken
 
@@ -32,6 +32,7 @@ IDLE_S = 1.0
 GRACE_S = 0.05
 """How long a cancelled coroutine gets to end by itself."""
 
+_T = TypeVar("_T")
 _Result = tuple[Any, BaseException | None]
 """(what was returned, what was raised)."""
 
@@ -167,6 +168,23 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     if inspect.iscoroutine(result):  # a plain function that hands back a coroutine, such as a lambda around one
         return await _run_coroutine(result, max(deadline - asyncio.get_running_loop().time(), 0.0))
     return result
+
+
+async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns or raises, however often the caller is cancelled meanwhile; the cancellation follows then.
+    For what must be undone: whoever cancels a batch may cancel a trajectory again while its environment closes."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancellation matters more
+        raise cancelled
+    return task.result()
 
 
 async def in_turn(executor: Executor, call: Callable[[], Any]) -> Any:
