@@ -18,7 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import ROOT, Figure, cannot_run, describe_machine, finish, paired, with_control
 
-QUICK = ["sft.demonstrations=40", "sft.validation_demonstrations=8", "rl.steps=1", "rl.eval_every=0", "test.tasks=40"]
+QUICK = [
+    "order.demonstrations=32", "sft.demonstrations=40", "sft.validation_demonstrations=8", "rl.steps=1",
+    "rl.eval_every=0", "test.tasks=40",
+]  # fmt: skip
 
 
 CONTROL = "control"

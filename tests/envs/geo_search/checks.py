@@ -9,7 +9,7 @@ from upswing.envs.base import SPLITS
 from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.expert import Plan, solve
 from upswing.envs.geo_search.names import fold
-from upswing.envs.geo_search.pools import KINDS, draws, lines
+from upswing.envs.geo_search.pools import EXERCISES, KINDS, draws, lines
 from upswing.trajectory.types import Task
 
 
@@ -38,7 +38,7 @@ def self_check(world: World, n: int, k: int = 1) -> list[str]:
 
 def _sample(world: World, n: int) -> Iterator[Task]:
     for split in SPLITS:
-        for kind in KINDS:
+        for kind in (*KINDS, *EXERCISES):
             yield from islice(draws(world, split, kind, seed=n), n)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.envs.geo_search.conftest import Played, Raw
 
 from upswing.envs.base import AssistantMessage
-from upswing.envs.geo_search import KINDS, GeoSearch, tables
+from upswing.envs.geo_search import EXERCISES, KINDS, GeoSearch, tables
 from upswing.envs.geo_search.corpus import Index, Passage, World
 from upswing.envs.geo_search.env import neutralise, parse_action
 from upswing.envs.geo_search.facts import Facts
@@ -129,7 +129,7 @@ def test_a_bare_homonym_finds_another_place(world: World, drawn: Drawn) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *EXERCISES))
 def test_the_careful_expert_is_right(play: Callable[[GeoSearch, Task], Played], kind: str, split: str) -> None:
     env = GeoSearch(kinds=[kind])
     right = [play(env, task).last.answer in task.gold for task in islice(env.tasks(split, 2), 40)]

@@ -171,3 +171,16 @@ def test_tasks_are_json_and_labelled(drawn: dict[str, list[Task]]) -> None:
             assert task.split == split and task.env == "geo_search" and task.gold
             assert json.loads(json.dumps(task.data)) == task.data
             assert not any(gold.startswith(".") for gold in task.gold)
+
+
+def test_the_ordering_exercise_gives_the_facts_that_a_search_would_find(world: World) -> None:
+    seen = set()
+    for task in islice(draws(world, "train", "order", seed=0), 60):
+        question, final = task.messages[-1].content, task.data["final"]
+        assert task.data["plan"] == [] and task.tags["kind"] == "order"
+        for name, fact in zip(final["names"], final["facts"], strict=True):
+            assert f"{name} ({fact})" in question
+            assert any(p.title == name and fact in p.text for p in world.passages.values()), (name, fact)
+        seen.add("north" if final["op"] == "north" else "area" if "area" in question else "people")
+    assert len(seen) == 3
+    assert "order" not in {task.tags["kind"] for task in islice(GeoSearch().tasks("train"), 200)}

@@ -1,6 +1,6 @@
 """A search environment over real facts about countries and cities."""
 
 from upswing.envs.geo_search.env import GeoSearch
-from upswing.envs.geo_search.pools import KINDS
+from upswing.envs.geo_search.pools import EXERCISES, KINDS
 
-__all__ = ["KINDS", "GeoSearch"]
+__all__ = ["EXERCISES", "KINDS", "GeoSearch"]

@@ -18,7 +18,7 @@ from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.expert import Plan, ScriptedExpert
 from upswing.envs.geo_search.facts import require_packages
 from upswing.envs.geo_search.names import stable_hash
-from upswing.envs.geo_search.pools import KINDS, SYSTEM, draws
+from upswing.envs.geo_search.pools import EXERCISES, KINDS, SYSTEM, draws
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord, Trajectory
 from upswing.verify.options import Amount, Share
@@ -51,9 +51,10 @@ class GeoSearch(Environment):
     and languages, continents and numbers are shared vocabulary. All splits search the same passages.
 
     Options: `k` passages a search; `max_searches`, after which the next turn must answer; `max_invalid` malformed
-    turns in a row end the episode; `kinds`, a list of question kinds or a mapping of weights; `min_population` and
-    `max_cities_per_country` choose the cities; `expert_noise`, the chance of a careless first query a hop in
-    demonstrations, and `expert_typos`, whether misspelling is one of its habits.
+    turns in a row end the episode; `kinds`, a list of question kinds or a mapping of weights (`order`, an exercise with
+    nothing to search for, comes only when named); `min_population` and `max_cities_per_country` choose the cities;
+    `expert_noise`, the chance of a careless first query a hop in demonstrations, and `expert_typos`, whether
+    misspelling is one of its habits.
     Raises ConfigError for a wrong option or when the extra `search` isn't installed.
     """
 
@@ -190,9 +191,9 @@ def _weights(kinds: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     """Kind -> weight above 0. Raises ConfigError."""
     weights = dict(kinds) if isinstance(kinds, Mapping) else dict.fromkeys(kinds, 1.0)
     for kind in weights:
-        if kind not in KINDS:
-            hint = did_you_mean(kind, KINDS)
-            raise ConfigError(f"geo_search option kinds has '{kind}'; allowed: {', '.join(KINDS)}{hint}")
+        if kind not in (allowed := (*KINDS, *EXERCISES)):
+            hint = did_you_mean(kind, allowed)
+            raise ConfigError(f"geo_search option kinds has '{kind}'; allowed: {', '.join(allowed)}{hint}")
     if not any(weights.values()):
         raise ConfigError("geo_search option kinds chooses nothing; give at least one kind a weight above 0")
     return {kind: float(weight) for kind, weight in weights.items() if weight > 0}

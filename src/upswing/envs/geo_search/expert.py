@@ -62,7 +62,7 @@ class Plan:
         if op == "count_equal":
             return self._count_equal(values)
         names = [self.resolve(name, values) or "" for name in self.final["names"]]
-        facts = [values[i] for i in self.final["of"]]
+        facts = self.final.get("facts") or [values[i] for i in self.final["of"]]
         sizes = [_size(fact) for fact in facts]
         short = [_in_words(fact) for fact in facts]
         # Two numbers that look the same in words are told apart by all of their digits.

@@ -24,6 +24,8 @@ from upswing.envs.geo_search.tables import (
 from upswing.trajectory.types import Message, Task
 
 KINDS = ("one_hop", "two_hop", "three_hop", "comparison", "count", "homonym", "distractor")
+EXERCISES = ("order",)
+"""What only demonstrations are made of, when asked for by name."""
 SYSTEM = "Search: <search>words</search>. Give only the answer: <answer>...</answer>"
 _PAIRS = 1500  # pairs and triples drawn per form: far more than anyone plays, few enough to hold
 _RATIO = 1.3  # a comparison is fair when the larger value is at least this much larger
@@ -208,8 +210,14 @@ def _distractor(p: Places) -> dict[str, list[Spec]]:
     }
 
 
-_BUILDERS = (_one_hop, _two_hop, _three_hop, _comparison, _count, _homonym, _distractor)
-_BY_KIND = dict(zip(KINDS, _BUILDERS, strict=True))
+def _order(p: Places) -> dict[str, list[Spec]]:
+    return {
+        name: [("order", ids) for form, ids in specs if form == "compare"] for name, specs in _comparison(p).items()
+    }
+
+
+_BUILDERS = (_one_hop, _two_hop, _three_hop, _comparison, _count, _homonym, _distractor, _order)
+_BY_KIND = dict(zip((*KINDS, *EXERCISES), _BUILDERS, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
@@ -278,6 +286,8 @@ def fair(world: World, kind: str, draft: Draft, max_searches: int = 4) -> bool:
     answer, _ = solve(Plan(steps=draft.plan, final=draft.final), lambda q: lines(world, q, 1), max_searches)
     if answer not in draft.gold:
         return False
+    if not draft.plan:
+        return True
     last, first = draft.plan[-1], draft.plan[0]["subject"]
     query, own = RELATIONS[last["relation"]].queries[0], set(tokenize(draft.question))
     traps = {

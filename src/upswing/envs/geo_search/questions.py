@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from upswing.envs.geo_search.corpus import World
+from upswing.envs.geo_search.corpus import World, degrees
 from upswing.envs.geo_search.facts import City, Country
 from upswing.envs.geo_search.names import forms, join_names, number, with_the
 from upswing.envs.geo_search.tables import WORDINGS
@@ -38,7 +38,8 @@ class Draft:
     entities: tuple[str, ...]
     """`country:BE`, `city:2803138`, `subdivision:DE.02`: every place mentioned, traversed or answered."""
     final: Mapping[str, Any] = field(default_factory=lambda: {"op": "value"})
-    """How the hops' facts make the answer: `{'op': 'value' | 'max' | 'north' | 'count_list' | 'count_equal', ...}`."""
+    """How the hops' facts make the answer: `{'op': 'value' | 'max' | 'north' | 'count_list' | 'count_equal', ...}`;
+    `facts` in it are those that the question gives."""
 
 
 def hop(relation: str, subject: str | int, *gold: str, qualifier: str | int | None = None, soft: bool = False) -> Step:
@@ -250,8 +251,9 @@ def renamed_city(world: World, ids: Ids, rng: random.Random) -> Draft:
     )
 
 
-def compare(world: World, ids: Ids, rng: random.Random) -> Draft:
-    """(measure, id, id): which of two cities or countries has more people or area, or lies further north."""
+def compare(world: World, ids: Ids, rng: random.Random, *, given: bool = False) -> Draft:
+    """(measure, id, id): which of two cities or countries has more people or area, or lies further north; where both
+    facts are `given` in the question there is nothing to search for."""
     measure, pair = ids[0], list(ids[1:])
     rng.shuffle(pair)
     if measure in ("population", "area"):
@@ -268,13 +270,21 @@ def compare(world: World, ids: Ids, rng: random.Random) -> Draft:
         steps = [hop(measure, c.name, f"city/{c.id}/{topic}") for c in cities]
         entities = tuple(city_id(c) for c in cities)
     best = names[values.index(max(values))]
+    facts = [degrees(v, "N", "S") if measure == "latitude" else number(int(v)) for v in values]
+    a, b = (with_the(name) + f" ({fact})" * given for name, fact in zip(names, facts, strict=True))
+    source = {"facts": facts} if given else {"of": [0, 1]}
     return Draft(
-        question=_say(rng, _QUESTIONS[f"compare_{measure}"], a=with_the(names[0]), b=with_the(names[1])),
+        question=_say(rng, _QUESTIONS[f"compare_{measure}"], a=a, b=b),
         gold=forms(best, with_the(best)),
-        plan=tuple(steps),
+        plan=() if given else tuple(steps),
         entities=entities,
-        final={"op": "north" if measure == "latitude" else "max", "names": names, "of": [0, 1]},
+        final={"op": "north" if measure == "latitude" else "max", "names": names, **source},
     )
+
+
+def order(world: World, ids: Ids, rng: random.Random) -> Draft:
+    """(measure, id, id): the exercise for `compare`."""
+    return compare(world, ids, rng, given=True)
 
 
 def compare_capital(world: World, ids: Ids, rng: random.Random) -> Draft:
