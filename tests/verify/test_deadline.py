@@ -293,3 +293,21 @@ async def test_what_must_be_undone_is_undone_however_often_it_is_cancelled(cance
     (result,) = await asyncio.gather(job, return_exceptions=True)
     assert ended == [True]
     assert isinstance(result, asyncio.CancelledError if cancels else OSError if breaks else int)
+
+
+async def test_what_never_waits_runs_where_it_is_and_its_override_in_a_thread():
+    class Plain:
+        @deadline.inline
+        def where(self, back=None):
+            return back or threading.current_thread()
+
+    class Own(Plain):
+        def where(self, back=None):
+            return threading.current_thread()
+
+    here = threading.current_thread()
+    assert await call_with_deadline(Plain().where, {}, 1.0) is here
+    assert await deadline.call_env(Plain().where, timeout_s=1.0) is here
+    assert await call_with_deadline(Own().where, {}, 1.0) is not here
+    with pytest.raises(DeadlineExceeded):  # what it hands back keeps the deadline
+        await call_with_deadline(Plain().where, {"back": forever()}, 0.05)

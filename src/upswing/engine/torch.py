@@ -380,30 +380,33 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, first come first, except those whose prefix is just being computed."""
+        if not self._waiting:
+            return
         held_back: list[_Request] = []
-        positions = max((r.positions for r in self._active), default=0) if self._waiting else 0
+        positions = max((r.positions for r in self._active), default=0)
+        prefilling = [r for r in self._active if r.num_pending > 1]
         while self._waiting and len(self._active) < self.max_slots:
             positions = max(positions, self._waiting[0].positions)
             if (len(self._active) + 1) * positions > self._cache.budget:
                 break
             request = self._waiting.popleft()
-            if self._prefix_is_coming(request):
+            if self._prefix_is_coming(request, prefilling):
                 held_back.append(request)
             else:
                 self._place(request, positions)
+                prefilling += [request] if request.num_pending > 1 else []
         self._waiting.extendleft(reversed(held_back))
 
-    def _prefix_is_coming(self, request: _Request) -> bool:
-        """Whether a running request has more of it than the cache does, but hasn't computed it yet."""
+    def _prefix_is_coming(self, request: _Request, prefilling: Iterable[_Request]) -> bool:
+        """Whether one of those `prefilling` has more of it than the cache does, but hasn't computed it yet."""
         sequence = request.sequence[: request.length]
-        prefilling = (r for r in self._active if r.num_pending > 1)
         coming = max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
         return coming > 0 and coming >= self._slots.longest_match(sequence) + MIN_SHARED
 
     def _place(self, request: _Request, positions: int) -> None:
         """Give it a slot; all slots need `positions`."""
         sequence = request.sequence[: request.length]
-        positions = max([positions, *(slot.length for slot in self._slots.slots)])
+        positions = max([positions, *[len(slot.tokens) for slot in self._slots.slots]])
         self._slots.max_slots = min(self.max_slots, self._cache.budget // positions)
         request.slot, source, shared = self._slots.place(sequence, request.session)
         if request.slot.index >= self._cache.num_slots:

@@ -10,6 +10,7 @@ from typing import Any
 
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolRecord, Trajectory
+from upswing.verify.deadline import inline
 from upswing.verify.options import set_options
 
 SPLITS = ("train", "dev", "test")
@@ -77,10 +78,12 @@ class Environment(ABC):
     def step(self, message: AssistantMessage) -> Any:
         """Take what the model said -> Observation (or an awaitable of one)."""
 
+    @inline
     def close(self) -> Any:
         """Free what the episode holds; called exactly once, whatever happened."""
         return None
 
+    @inline
     def state(self) -> Mapping[str, Any]:
         """The final state for verifiers; JSON-serialisable."""
         return {}

@@ -13,6 +13,7 @@ from upswing.envs.base import Expert, Observation, check_split
 from upswing.envs.tool_env import ToolEnv
 from upswing.envs.tools import tool
 from upswing.trajectory.types import Message, Task, Trajectory
+from upswing.verify.deadline import inline
 from upswing.verify.options import Share
 
 KEYS = string.ascii_lowercase[:16]
@@ -40,6 +41,7 @@ class Lookup(ToolEnv):
     _facts: Mapping[str, str] = {}
 
     @tool()
+    @inline
     def get(self, key: str) -> str:
         """Say what a key stands for."""
         return self._facts.get(key, UNKNOWN)

@@ -17,6 +17,7 @@ from upswing.envs.tools import Tool, ToolArgumentError, ToolFailed, is_marked
 from upswing.errors import ConfigError, did_you_mean
 from upswing.plugins import load_object
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord
+from upswing.verify.deadline import inline
 from upswing.verify.options import Count, Positive
 
 Protocol = Literal["hermes", "tags", "llama3_json", "qwen_coder_xml", "python"]
@@ -99,6 +100,7 @@ class ToolEnv(Environment):
         self._tools |= {name: Tool.from_function(f, name=name, timeout_s=limit_s) for name, f in functions.items()}
         self.parser = self._make_parser()
 
+    @inline
     def close(self) -> Any:
         """End the MCP servers that are this trajectory's own (a coroutine, where there are MCP servers)."""
         return self._close_mcp() if self._mcp else None
@@ -117,6 +119,7 @@ class ToolEnv(Environment):
             return super().tasks(split, seed)
         return iter(load_tasks(self.source, env=self.name, split=split))
 
+    @inline
     def state(self) -> Mapping[str, Any]:
         """Counts: `tool_calls`, `invalid_calls` (the agent's fault), `tool_errors` (the tool's), `tool_retries`."""
         return dict(self._counts)
@@ -161,6 +164,8 @@ class ToolEnv(Environment):
             self._counts["tool_calls"] += 1
             name = "" if call.id in parsed.call_errors else call.name  # what can't be read must not pass for a call
             jobs.append(self._run(replace(call, name=name, id=f"call_{turn}_{len(jobs)}"), problem, turn, gate))
+        if len(jobs) == 1:
+            return (await jobs[0],)
         try:
             async with asyncio.TaskGroup() as group:  # a broken environment or a cancellation ends the others too
                 running = [group.create_task(job) for job in jobs]

@@ -59,7 +59,8 @@ class PolicySpeaker:
         sampling = replace(self.sampling, max_tokens=room, seed=derive_seed(self.seed, turn))
         request = self.engine.generate(prompt, sampling, session=self.session)
         try:
-            completion = await asyncio.wait_for(request, self.limits.turn_timeout_s)
+            async with asyncio.timeout(self.limits.turn_timeout_s):
+                completion = await request
         except TimeoutError as problem:
             raise UpswingError(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s") from problem
         text = conversation.add_completion(completion)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
@@ -31,7 +31,9 @@ TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """What a template that prints today's date prints: a prompt must not change overnight, nor between two runs."""
 
 _KEPT, _LONGEST = 256, 20_000
-"""Pieces of text whose ids are remembered; characters of one."""
+"""How many pieces of text are remembered, and how many ids; the characters or ids of one."""
+_K = TypeVar("_K")
+_V = TypeVar("_V", bound=Sized)
 
 
 class ChatRenderer:
@@ -58,6 +60,7 @@ class ChatRenderer:
         # Lookahead, so that a special token that begins inside another one is broken up too.
         self._guard_pattern = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL)
         self._ids: dict[str, tuple[int, ...]] = {}
+        self._texts: dict[tuple[tuple[Message, ...], bool], str] = {}
         self.render_text([Message(role="user", content="x")])
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -75,7 +78,18 @@ class ChatRenderer:
     def render_guarded(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), generation: bool = True
     ) -> str:
-        """`render_text` for messages that are guarded already (by `guard_message` or `text_of_sampled`)."""
+        """`render_text` for messages that are guarded already (by `guard_message` or `text_of_sampled`).
+
+        Kept for a while, where there are no tools: a group's samples begin alike, and often go on so.
+        """
+        key = tuple(messages), generation
+        if tools or (held := self._texts.get(key)) is None:
+            held = self._render(messages, tools, generation)
+            if not tools:
+                _keep(self._texts, key, held)
+        return held
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generation: bool) -> str:
         try:
             rendered = self.tokenizer.apply_chat_template(
                 [_as_dict(message) for message in messages],
@@ -141,10 +155,7 @@ class ChatRenderer:
         ids = self._ids.get(piece)
         if ids is None:
             ids = tuple(self.tokenizer.encode(piece, add_special_tokens=False))
-            if len(piece) <= _LONGEST:
-                self._ids[piece] = ids
-            if len(self._ids) > _KEPT:
-                self._ids.pop(next(iter(self._ids)), None)
+            _keep(self._ids, piece, ids)
         return ids
 
     def _id_of(self, special_text: str) -> int:
@@ -222,6 +233,14 @@ class ChatRenderer:
 def plain(text: str) -> str:
     """Rendered text for people: without the invisible breaks of guarded contents."""
     return text.replace(BREAK, "")
+
+
+def _keep(held: dict[_K, _V], key: _K, value: _V) -> None:
+    """Remember it, unless it is very long, and forget the oldest of too many."""
+    if len(value) <= _LONGEST:
+        held[key] = value
+    if len(held) > _KEPT:
+        held.pop(next(iter(held)), None)
 
 
 def _as_dict(message: Message) -> dict[str, str]:

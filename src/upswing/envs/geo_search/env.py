@@ -21,6 +21,7 @@ from upswing.envs.geo_search.names import stable_hash
 from upswing.envs.geo_search.pools import EXERCISES, KINDS, SYSTEM, draws
 from upswing.errors import ConfigError, did_you_mean
 from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRecord, Trajectory
+from upswing.verify.deadline import inline
 from upswing.verify.options import Amount, Share
 
 NO_RESULTS = "No results."
@@ -84,6 +85,7 @@ class GeoSearch(Environment):
         """The tool: the k best passages for the query, one `Title: text` a line, or 'No results.'"""
         return "\n".join(neutralise(p.line) for p in self.world.search(query, k)) or NO_RESULTS
 
+    @inline
     def reset(self, task: Task, seed: int) -> Observation:
         """Start: the task's messages, with the system message in front when the task has none."""
         self._turns = self._invalid_in_a_row = self._invalid = 0
@@ -123,6 +125,7 @@ class GeoSearch(Environment):
             return Observation(done=True, stop_reason=StopReason.MAX_TURNS, tool_records=(record,))
         return _heard(record)
 
+    @inline
     def state(self) -> Mapping[str, Any]:
         """`num_searches`, `num_invalid` and the queries."""
         return {"num_searches": len(self._queries), "num_invalid": self._invalid, "queries": list(self._queries)}
