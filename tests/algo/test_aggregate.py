@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upswing.algo.aggregate import AGGREGATIONS, token_weights
+from upswing.algo.aggregate import AGGREGATIONS, focal_weights, token_weights
 from upswing.algo.entropy import entropy_from_logits
 from upswing.algo.loss import LOSSES, ppo_clip
 from upswing.errors import ConfigError
@@ -133,3 +133,15 @@ def test_entropy_of_ruled_out_tokens_has_a_finite_gradient():
     assert entropy_from_logits(half).item() == 0.0
     assert torch.autograd.grad(entropy_from_logits(half).sum(), half)[0].isfinite().all()
     assert entropy_from_logits(torch.full((1, 3), -math.inf)).isnan().all()
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
+def test_focal_weights_by_hand(gamma):
+    p = torch.tensor([1.0, 0.9, 0.5, 1e-6], dtype=torch.float64)
+    logprobs = p.log().requires_grad_()
+    weights = focal_weights(logprobs, gamma)
+    assert torch.allclose(weights, torch.tensor([(1 - x) ** gamma for x in p.tolist()], dtype=torch.float64))
+    assert not weights.requires_grad
+    assert focal_weights(torch.tensor([1e-7]), gamma).item() == 0.0  # rounded above 0: no NaN
+    near = focal_weights(torch.tensor([-1e-6]), gamma).item()
+    assert near == pytest.approx(1e-6**gamma, rel=1e-4)  # 1 - exp would have lost most digits

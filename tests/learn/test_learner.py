@@ -218,6 +218,32 @@ def test_sft_learns_and_equals_the_plain_gradient():
     assert learner.sft_loss(rows) < 0.5 * first.loss and learner.version == 16
 
 
+@pytest.mark.parametrize("max_tokens", [4096, 60])
+def test_the_focal_loss_is_the_mean_by_its_weights_however_it_is_cut(max_tokens):
+    rows = random_rows(groups=2)
+    reference = tiny()
+    learner = Recorder(tiny(), lr=0.01, max_tokens_per_pack=max_tokens)
+    metrics = learner.sft_update(rows, focal_gamma=2.0)
+    logprobs = plain_at_loss(reference, rows)
+    weights = (1 - logprobs.detach().double().exp()) ** 2
+    loss = -(weights * logprobs).sum() / weights.sum()
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert_same_gradients(learner.steps[0], gradients(reference, loss))
+    assert metrics.loss > -logprobs.mean().item()  # what is known less counts more
+
+
+def test_a_batch_that_is_known_by_heart_has_no_focal_gradient():
+    learner = Learner(tiny(), lr=0.0)
+    rows = random_rows(groups=1)
+    known = Learner(tiny(), lr=0.0)
+    known.forward = lambda one, temperature, tally: (
+        (found := learner.forward(one, temperature, tally))[0] * 0.0,
+        *found[1:],
+    )
+    metrics = known.sft_update(rows, focal_gamma=1.0)
+    assert metrics.loss == 0.0 and metrics.num_steps_skipped == 1
+
+
 def test_logprobs_in_row_order_with_nan_elsewhere():
     rows = random_rows()
     got = Learner(tiny(), lr=0.1, max_tokens_per_pack=90).logprobs(rows, 0.7)

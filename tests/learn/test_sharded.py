@@ -119,7 +119,7 @@ def sft(make):
     """Head and embeddings apart, biases."""
     learner, rows = make(tiny("qwen2"), lr=LR, max_tokens_per_pack=70), rows_of_groups()
     before = learner.sft_loss(rows)
-    metrics = [learner.sft_update(rows, aggregation="seq-mean-token-mean") for _ in range(2)]
+    metrics = [learner.sft_update(rows, aggregation="seq-mean-token-mean", focal_gamma=gamma) for gamma in (0.0, 2.0)]
     return {**done(learner, rows, *metrics), "reference": [np.array([before, learner.sft_loss(rows)])]}
 
 

@@ -65,6 +65,12 @@ def token_weights(
     return torch.reciprocal(size_N * total).to(torch.float32)
 
 
+def focal_weights(logprobs_N: torch.Tensor, gamma: float) -> torch.Tensor:
+    """(1 - p)^gamma [N], constants: what the model is sure of hardly counts, what it can't tell does (the weight of the
+    focal loss, Lin et al., 1708.02002)."""
+    return (-torch.expm1(logprobs_N.detach().clamp(max=0.0))).pow(gamma)
+
+
 def segment_sums(values_N: torch.Tensor, segment_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of `values_N` over the tokens with the same integer id, and how many they are, both at each token [N]."""
     ids, index_N, count_S = torch.unique(segment_N, return_inverse=True, return_counts=True)

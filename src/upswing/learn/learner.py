@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upswing.algo.aggregate import token_weights, turn_ids
+from upswing.algo.aggregate import focal_weights, token_weights, turn_ids
 from upswing.algo.correction import correction_weights, opsm_mask
 from upswing.algo.kl import kl_clamped, kl_k3, kl_loss
 from upswing.algo.loss import LossTerms, safe_ratio
@@ -69,8 +69,10 @@ class Learner(Trainer):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def sft_update(self, rows: Sequence[TrainRow], *, aggregation: str = "token-mean") -> UpdateMetrics:
-        """One optimizer step on the negative log-likelihood of the loss tokens."""
+    def sft_update(
+        self, rows: Sequence[TrainRow], *, aggregation: str = "token-mean", focal_gamma: float = 0.0
+    ) -> UpdateMetrics:
+        """One optimizer step on the negative log-likelihood of the loss tokens, by `focal_weights` if gamma isn't 0."""
         with self.update() as tally:
             flat = flatten(rows).to(self.device)
             weights_N = token_weights(flat.sequence_N, mode=aggregation)
@@ -80,9 +82,13 @@ class Learner(Trainer):
 
             def objective(one: Pack) -> torch.Tensor:
                 policy_M, *_ = self.forward(one, 1.0, tally)
-                return -(weights_N[one.slot_M.to(self.device)] * policy_M).sum()
+                weights_M = weights_N[one.slot_M.to(self.device)]
+                if focal_gamma:
+                    weights_M = weights_M * focal_weights(policy_M, focal_gamma)
+                    tally.add("weight", weights_M)
+                return -(weights_M * policy_M).sum()
 
-            self.step(packs, objective, tally)
+            self.step(packs, objective, tally, over="weight" if focal_gamma else None)
         return update_metrics(tally)
 
     def rl_update(

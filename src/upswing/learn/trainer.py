@@ -128,12 +128,19 @@ class Trainer:
         """In tokens computed once."""
         return max(one.num_tokens, FLOOR) * (RECOMPUTE_COST if self._fits.recomputes(one) else 1.0)
 
-    def step(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> None:
-        """Forward and backward of every pack, then one optimizer step if there is a gradient and it is finite."""
+    def step(self, packs: Sequence[Pack], objective: Objective, tally: Tally, *, over: str | None = None) -> None:
+        """Forward and backward of every pack, then one optimizer step if there is a gradient and it is finite.
+
+        `over`: the tally whose total divides loss and gradient: of weights that only the forward passes know.
+        """
         if not packs:
             tally.counts["steps_skipped"] += 1
             return
-        tally.add_value("loss", self._accumulate(packs, objective, tally))
+        loss = self._accumulate(packs, objective, tally)
+        total = tally.mean(over).total if over else 1.0
+        if total not in (0.0, 1.0):
+            torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], total)
+        tally.add_value("loss", loss / (total or 1.0))
         self._apply_gradient(tally)
 
     def _accumulate(self, packs: Sequence[Pack], objective: Objective, tally: Tally) -> float:

@@ -51,6 +51,11 @@ class SftStage(TrainStage):
     epochs: Count = opt(1, "Passes over the demonstrations.")
     batch_size: Count = opt(8, "Trajectories an update.")
     lr: Positive = opt(1e-4, "Peak learning rate.")
+    focal_gamma: NotNegative = opt(
+        0.0,
+        "Weigh each token's loss by (1 - p)^gamma, p its probability (focal loss): what is known hardly counts, rare "
+        "decisions do. 0: all alike.",
+    )
     warmup_frac: Fraction = opt(0.05, "Share of the updates during which the learning rate rises.")
     eval_every: CountOrZero = opt(10, "Updates between validations; 0: only at the end.")
     graduation: Graduation = opt(Graduation, "When SFT is good enough for RL.")

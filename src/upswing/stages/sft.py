@@ -113,7 +113,7 @@ async def _train(context: RunContext, stage: SftStage, training: _Training) -> N
     with context.progress.task(stage.name, total=total, unit="update") as shown:
         while not _is_over(training):
             started = time.perf_counter()
-            metrics = training.learner.sft_update(next(batches))
+            metrics = training.learner.sft_update(next(batches), focal_gamma=stage.focal_gamma)
             training.trained_s += time.perf_counter() - started
             training.step += 1
             context.metrics.append(stage.name, training.step, metrics.as_dict())
