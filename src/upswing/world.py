@@ -129,7 +129,7 @@ def preflight(recipe: Recipe) -> World:
         if isinstance(stage, PairStage) and stage.file is not None:
             read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
-            _check_expert(recipe, stage, sampled["train"][0], f"stages.{index}")
+            _check_expert(recipe, stage, world, f"stages.{index}")
             world.rubric.check_group(1, f"stages.{index}: each demonstration is judged alone")
         if isinstance(stage, EvalStage):
             world.rubric.check_group(stage.samples, f"stages.{index}.samples")
@@ -142,6 +142,19 @@ def preflight(recipe: Recipe) -> World:
 def demonstration_env(recipe: Recipe, stage: SftStage) -> Callable[[], Environment]:
     """The environment that a stage's demonstrations are played in. Raises ConfigError for a wrong argument."""
     return environment_factory(recipe.env.name, {**recipe.env.args, **stage.env_args})
+
+
+def demonstration_tasks(recipe: Recipe, stage: SftStage, tasks: TaskStream) -> TaskStream:
+    """Where a stage's demonstrations take their tasks from: `tasks`, the run's, unless it has task_args. Raises
+    ConfigError for a wrong argument, or with a dataset."""
+    if not stage.task_args:
+        return tasks
+    if recipe.dataset is not None:
+        raise ConfigError(
+            f"stages.{stage.name}.task_args: got {', '.join(stage.task_args)} without effect: tasks are the dataset's "
+            "rows; leave it out"
+        )
+    return environment_factory(recipe.env.name, {**recipe.env.args, **stage.task_args})().tasks
 
 
 def splits_of(stage: Stage) -> tuple[str, ...]:
@@ -211,9 +224,18 @@ def _sample(world: World, recipe: Recipe, split: str, where: str) -> list[Task]:
     return found
 
 
-def _check_expert(recipe: Recipe, stage: SftStage, task: Task, where: str) -> None:
+def _check_expert(recipe: Recipe, stage: SftStage, world: World, where: str) -> None:
     with _in_one_line(recipe, "__init__", f"{where}.env_args"):
         env = demonstration_env(recipe, stage)()
+    for key in sorted(env.task_options & stage.env_args.keys()):
+        raise ConfigError(
+            f"{where}.env_args.{key}: got {stage.env_args[key]} without effect: '{recipe.env.name}' reads it only "
+            f"where tasks are chosen; put it under {where}.task_args"
+        )
+    with _in_one_line(recipe, "tasks('train', seed)", f"{where}.task_args"):
+        task = next(demonstration_tasks(recipe, stage, world.tasks)("train", recipe.seed))
+    if (missing := world.rubric.lacking(task)) is not None:
+        raise ConfigError(f"{where}.task_args: a task of '{recipe.env.name}': {missing}")
     with _in_one_line(recipe, "expert(task, rng)", where):
         try:
             policy = env.expert(task, random.Random(0))

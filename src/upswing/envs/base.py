@@ -65,6 +65,8 @@ class Environment(ABC):
     name: str = ""
     fixed = frozenset({"name"})
     """Those that are no options."""
+    task_options = frozenset[str]()
+    """Options that matter to `tasks` alone."""
 
     def __init__(self, **options: Any) -> None:
         """Every option left out, or None, is the class attribute. Raises ConfigError for anything that can't work."""

@@ -32,6 +32,7 @@ class Lookup(ToolEnv):
     """
 
     name = "lookup"
+    task_options = frozenset({"alias_frac"})
     fixed = ToolEnv.fixed | {"tools", "mcp", "source", "protocol", "system", "tools_in_system"}
     protocol = "tags"
     max_turns = 4

@@ -44,8 +44,13 @@ class SftStage(TrainStage):
     demonstrations_seed: Int = opt(0, "Seed of the demonstrations; stages with the same seed train on the same ones.")
     env_args: dict[str, Any] = opt(
         dict,
-        "Environment arguments for the demonstrations only, over those of env.args, such as a larger "
+        "Environment arguments for playing the demonstrations, over those of env.args, such as a larger "
         "budget of searches for a wasteful expert.",
+    )
+    task_args: dict[str, Any] = opt(
+        dict,
+        "Environment arguments for the choice of the demonstrations' tasks, over those of env.args, such as more "
+        "of the kinds that need practice.",
     )
     min_reward: Float = opt(1.0, "Demonstrations that score less are left out.")
     epochs: Count = opt(1, "Passes over the demonstrations.")

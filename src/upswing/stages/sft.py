@@ -19,7 +19,7 @@ from upswing.stages.context import FINAL, RunContext
 from upswing.stages.graduation import Verdict, examine, flatness
 from upswing.stages.rows import sft_rows
 from upswing.trajectory.types import Trajectory
-from upswing.world import demonstration_env
+from upswing.world import demonstration_env, demonstration_tasks
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
     wanted = stage.demonstrations + stage.validation_demonstrations
     with context.progress.task(f"{stage.name}: demonstrations", total=wanted, unit="demo") as shown:
         kept, rejected = await context.rollouts.demonstrations(
-            context.tasks.stream("train", seed),
+            demonstration_tasks(context.recipe, stage, context.tasks.stream)("train", seed),
             count=wanted,
             seed=seed,
             min_reward=stage.min_reward,

@@ -60,6 +60,7 @@ class GeoSearch(Environment):
     """
 
     name = "geo_search"
+    task_options = frozenset({"kinds"})
     k: Annotated[int, Field(ge=1, le=20)] = 1
     max_searches: Annotated[int, Field(ge=1, le=50)] = 4
     max_invalid: Annotated[int, Field(ge=1, le=50)] = 2
