@@ -31,6 +31,7 @@ class Desk(Lookup):
     own turn out of the conversation)."""
 
     name = "desk"
+    task_options = frozenset({"told_frac"})
     max_turns = 2
     alias_frac = 0.0
     told_frac: Share = 0.2

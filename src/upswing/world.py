@@ -129,7 +129,7 @@ def preflight(recipe: Recipe) -> World:
         if isinstance(stage, PairStage) and stage.file is not None:
             read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
-            _check_expert(recipe, stage, world, f"stages.{index}")
+            _check_expert(recipe, stage, world, sampled["train"][0], f"stages.{index}")
             world.rubric.check_group(1, f"stages.{index}: each demonstration is judged alone")
         if isinstance(stage, EvalStage):
             world.rubric.check_group(stage.samples, f"stages.{index}.samples")
@@ -224,18 +224,25 @@ def _sample(world: World, recipe: Recipe, split: str, where: str) -> list[Task]:
     return found
 
 
-def _check_expert(recipe: Recipe, stage: SftStage, world: World, where: str) -> None:
+def _check_expert(recipe: Recipe, stage: SftStage, world: World, task: Task, where: str) -> None:
     with _in_one_line(recipe, "__init__", f"{where}.env_args"):
         env = demonstration_env(recipe, stage)()
-    for key in sorted(env.task_options & stage.env_args.keys()):
-        raise ConfigError(
-            f"{where}.env_args.{key}: got {stage.env_args[key]} without effect: '{recipe.env.name}' reads it only "
-            f"where tasks are chosen; put it under {where}.task_args"
-        )
-    with _in_one_line(recipe, "tasks('train', seed)", f"{where}.task_args"):
-        task = next(demonstration_tasks(recipe, stage, world.tasks)("train", recipe.seed))
-    if (missing := world.rubric.lacking(task)) is not None:
-        raise ConfigError(f"{where}.task_args: a task of '{recipe.env.name}': {missing}")
+    for given, unread, when, other in (
+        ("env_args", env.task_options, "where tasks are chosen", "task_args"),
+        ("task_args", env.play_options, "where they are played", "env_args"),
+    ):
+        for key in sorted(unread & getattr(stage, given).keys()):
+            raise ConfigError(
+                f"{where}.{given}.{key}: got {getattr(stage, given)[key]} without effect: '{recipe.env.name}' reads it "
+                f"only {when}; put it under {where}.{other}"
+            )
+    if stage.task_args:
+        with _in_one_line(recipe, "tasks('train', seed)", f"{where}.task_args"):
+            found = next(iter(demonstration_tasks(recipe, stage, world.tasks)("train", recipe.seed)), None)
+        if found is None:
+            raise ConfigError(f"{where}.task_args: environment '{recipe.env.name}' then has no train tasks")
+        if (missing := world.rubric.lacking(task := found)) is not None:
+            raise ConfigError(f"{where}.task_args: a task of '{recipe.env.name}': {missing}")
     with _in_one_line(recipe, "expert(task, rng)", where):
         try:
             policy = env.expert(task, random.Random(0))

@@ -46,6 +46,7 @@ def test_task_args_leave_the_runs_own_tasks_alone() -> None:
     ("keys", "words"),
     [
         ({"env_args": {"kinds": ["count"]}}, ["stages.0.env_args.kinds: got ['count']", "stages.0.task_args"]),
+        ({"task_args": {"expert_noise": 0.5}}, ["stages.0.task_args.expert_noise: got 0.5", "stages.0.env_args"]),
         ({"task_args": {"kinds": ["cuont"]}}, ["did you mean 'count'"]),
         ({"task_args": {"kinds": ["three_hop"], "max_searches": 1}}, ["no three_hop question"]),
     ],

@@ -1,11 +1,13 @@
 """Whatever a function does, its deadline holds and nothing piles up."""
 
 import asyncio
+import functools
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -305,9 +307,21 @@ async def test_what_never_waits_runs_where_it_is_and_its_override_in_a_thread():
         def where(self, back=None):
             return threading.current_thread()
 
+        def wrapped(self, back=None):
+            return None
+
+        wrapped = functools.wraps(Plain.where)(wrapped)
+
+        @deadline.inline
+        def breaks(self):
+            raise asyncio.CancelledError
+
     here = threading.current_thread()
     assert await call_with_deadline(Plain().where, {}, 1.0) is here
     assert await deadline.call_env(Plain().where, timeout_s=1.0) is here
     assert await call_with_deadline(Own().where, {}, 1.0) is not here
+    assert not deadline._is_inline(Own().wrapped) and not deadline._is_inline(Mock())
+    with pytest.raises(RuntimeError, match="cancelled itself"):
+        await call_with_deadline(Own().breaks, {}, 1.0)
     with pytest.raises(DeadlineExceeded):  # what it hands back keeps the deadline
         await call_with_deadline(Plain().where, {"back": forever()}, 0.05)

@@ -102,6 +102,8 @@ class RemoteEnvironment(Environment):
             found, problem = await pool.call(member, "play", self._episode, method, *args)
         except Gone as gone:
             if not await cluster.check():
+                if method == "close":
+                    return None
                 await asyncio.Event().wait()
             raise EnvironmentBroken(f"the environment's worker died ({gone})") from None
         if problem is not None:

@@ -380,11 +380,9 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, first come first, except those whose prefix is just being computed."""
-        if not self._waiting:
-            return
-        held_back: list[_Request] = []
-        positions = max((r.positions for r in self._active), default=0)
-        prefilling = [r for r in self._active if r.num_pending > 1]
+        held_back, running = list[_Request](), self._active if self._waiting else []
+        positions = max((r.positions for r in running), default=0)
+        prefilling = [r for r in running if r.num_pending > 1]
         while self._waiting and len(self._active) < self.max_slots:
             positions = max(positions, self._waiting[0].positions)
             if (len(self._active) + 1) * positions > self._cache.budget:

@@ -67,6 +67,8 @@ class Environment(ABC):
     """Those that are no options."""
     task_options = frozenset[str]()
     """Options that matter to `tasks` alone."""
+    play_options = frozenset[str]()
+    """Options that don't matter to `tasks`."""
 
     def __init__(self, **options: Any) -> None:
         """Every option left out, or None, is the class attribute. Raises ConfigError for anything that can't work."""

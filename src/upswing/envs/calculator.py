@@ -71,6 +71,7 @@ class Calculator(GeneratedEnv):
     """
 
     name = "calculator"
+    task_options = frozenset({"num_terms", "max_number"})
     tools = (calculate,)
     max_turns = 4
     num_terms: Annotated[int, Field(ge=2, le=8)] = 4

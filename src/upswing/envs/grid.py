@@ -33,6 +33,7 @@ class Grid(GeneratedEnv):
     """
 
     name = "grid"
+    task_options = frozenset({"door_frac"})
     only_acts = True
     protocol = "tags"
     size: Annotated[int, Field(ge=5, le=20)] = 6

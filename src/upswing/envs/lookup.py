@@ -33,6 +33,7 @@ class Lookup(ToolEnv):
 
     name = "lookup"
     task_options = frozenset({"alias_frac"})
+    play_options = frozenset({"expert_noise", "dotted_expert", "max_turns"})
     fixed = ToolEnv.fixed | {"tools", "mcp", "source", "protocol", "system", "tools_in_system"}
     protocol = "tags"
     max_turns = 4

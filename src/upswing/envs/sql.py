@@ -32,6 +32,7 @@ class Sql(GeneratedEnv):
     """
 
     name = "sql"
+    task_options = frozenset({"change_frac", "num_orders"})
     system = "The tables:\n" + _BOOK["schema"].strip()
     change_frac: Share = 0.5
     num_orders: Annotated[int, Field(ge=1, le=1000)] = 30

@@ -41,7 +41,9 @@ class SftStage(TrainStage):
     name: Text = opt("sft", "Name of the stage: its folder, and what later stages refer to.")
     demonstrations: Count = opt(160, "Expert trajectories to train on.")
     validation_demonstrations: CountOrZero = opt(32, "Further expert trajectories for validation loss.")
-    demonstrations_seed: Int = opt(0, "Seed of the demonstrations; stages with the same seed train on the same ones.")
+    demonstrations_seed: Int = opt(
+        0, "Seed of the demonstrations; stages with the same seed and arguments train on the same."
+    )
     env_args: dict[str, Any] = opt(
         dict,
         "Environment arguments for playing the demonstrations, over those of env.args, such as a larger "
@@ -56,7 +58,7 @@ class SftStage(TrainStage):
     epochs: Count = opt(1, "Passes over the demonstrations.")
     batch_size: Count = opt(8, "Trajectories an update.")
     lr: Positive = opt(1e-4, "Peak learning rate.")
-    focal_gamma: NotNegative = opt(
+    focal_gamma: Annotated[float, Field(strict=True, ge=0, le=5)] = opt(
         0.0,
         "Weigh each token's loss by (1 - p)^gamma, p its probability (focal loss): what is known hardly counts, rare "
         "decisions do. 0: all alike.",

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,8 +78,7 @@ class Serving:
         except ClientDisconnect:
             turns = None
         finally:
-            for session in sessions:
-                await to_its_end(session.close())
+            await to_its_end(_close(sessions))
         if turns is None:
             return Response(status_code=499)  # nobody reads it
         scored = [token_logprobs(self.renderer, turn) if body.get("logprobs") else None for turn in turns]
@@ -99,6 +98,11 @@ class Serving:
             protocol=self.protocol,
             tools_in=self.tools_in,
         )
+
+
+async def _close(sessions: Iterable[Session]) -> None:
+    for session in sessions:
+        await session.close()
 
 
 def _merged(body: Mapping[str, Any], turns: list[ChatTurn], scored: list[Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from upswing.stages.evaluate import SUCCESS
 from upswing.stages.graduation import is_well_formed
 from upswing.stages.policy import PolicyMethod
 from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
-from upswing.verify.deadline import call_env
+from upswing.verify.deadline import call_env, to_its_end
 
 CALL_TOKENS = 16
 """What a call takes at least."""
@@ -169,7 +169,7 @@ async def _least(context: RunContext, task: Task, has_tools: bool) -> Size:
     try:
         seen = await call_env(env.reset, task, 0, timeout_s=timeout_s)
     finally:
-        await call_env(env.close, timeout_s=timeout_s)
+        await to_its_end(call_env(env.close, timeout_s=timeout_s))
     prompt = len(renderer.encode(renderer.render_text(seen.messages, seen.tools)))
     answer = 1 + min((len(renderer.encode(renderer.guard(gold))) for gold in task.gold), default=0)
     return Size(turn=answer, total=prompt + answer + CALL_TOKENS * has_tools)

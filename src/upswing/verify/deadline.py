@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from upswing.errors import EnvironmentBroken
@@ -153,10 +154,19 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
 
+_inline: set[Any] = set()
+
+
 def inline(function: _F) -> _F:
-    """Marks a plain function that never waits: it is called where it is, without a thread. Overrides aren't marked."""
-    function.inline = True  # type: ignore[attr-defined]
+    """Marks a plain function that never waits: it is called where it is, without a thread. What overrides or wraps it
+    isn't marked."""
+    _inline.add(function)
     return function
+
+
+def _is_inline(function: Callable[..., Any]) -> bool:
+    target = getattr(function, "func", function)
+    return isinstance(target, FunctionType | MethodType) and getattr(target, "__func__", target) in _inline
 
 
 async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float) -> Any:
@@ -167,8 +177,11 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     """
     if is_async(function):
         return await _run_coroutine(function(**kwargs), timeout_s)
-    if getattr(getattr(function, "func", function), "inline", False):
-        result = function(**kwargs)
+    if _is_inline(function):
+        try:
+            result = function(**kwargs)
+        except BaseException as error:
+            result = _unwrap((None, error))
         return await _run_coroutine(result, timeout_s) if inspect.iscoroutine(result) else result
     slots = _slots_of(function)
     with off_the_clock():

@@ -61,6 +61,7 @@ class GeoSearch(Environment):
 
     name = "geo_search"
     task_options = frozenset({"kinds"})
+    play_options = frozenset({"k", "max_invalid", "expert_noise", "expert_typos"})
     k: Annotated[int, Field(ge=1, le=20)] = 1
     max_searches: Annotated[int, Field(ge=1, le=50)] = 4
     max_invalid: Annotated[int, Field(ge=1, le=50)] = 2
