@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -79,3 +85,43 @@ def test_a_cache_too_small_for_one_trajectory_is_refused_before_anything_is_play
         ConfigError, match=r"limits.context_tokens: got \d+, above the 19 that kv_memory_gb 1e-05 holds"
     ):
         run_recipe(small, tmp_path / "run", log=Progress(quiet=True))
+
+
+HOLDER = "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def past_the_lock(*args: object) -> None:
+    raise ConfigError("it is past the lock")
+
+
+def test_a_run_that_another_process_writes_is_left_alone_until_that_one_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_context", past_the_lock)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ConfigError) as refused:
+            run_recipe(recipe({}), tmp_path, resume=True, log=Progress(quiet=True))
+        who = f"pid {holder.pid}" if Path("/proc/locks").exists() else "another process"
+        assert str(refused.value) == f"run '{tmp_path}' is still being written by {who}; wait for it or stop it"
+        holder.send_signal(signal.SIGKILL)
+    for _ in range(2):  # it is given back, too
+        with pytest.raises(ConfigError, match="past the lock"):
+            run_recipe(recipe({}), tmp_path, resume=True, log=Progress(quiet=True))
+    assert not any(tmp_path.iterdir())
+
+
+def test_where_a_file_system_has_no_locks_it_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(runner, "_context", past_the_lock)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match="past the lock"):
+        run_recipe(recipe({}), tmp_path, resume=True, log=Progress(quiet=True, json_lines=True))
+    assert "can't be locked (No locks available)" in capsys.readouterr().out

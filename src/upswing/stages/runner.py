@@ -53,6 +53,7 @@ from upswing.stages.evaluate import measure, run_eval
 from upswing.stages.preference import run_preference
 from upswing.stages.reward_model import run_reward_model
 from upswing.stages.rl import run_rl
+from upswing.stages.run_lock import alone_in
 from upswing.stages.servers import RestingRollouts, engine_options, explicit_dtype, server_of
 from upswing.stages.sft import run_sft
 from upswing.trajectory.render import ChatRenderer
@@ -121,7 +122,8 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
     """Run every stage that isn't done yet and write the report.
 
     `out` must be empty or new unless `resume`; then finished stages are skipped and the unfinished one goes on from its
-    last checkpoint. Raises ConfigError before anything is loaded; KeyboardInterrupt leaves a folder that resumes.
+    last checkpoint. Raises ConfigError before anything is loaded, also when another process writes `out`;
+    KeyboardInterrupt leaves a folder that resumes.
     """
     log = log or Progress()
     started = time.perf_counter()
@@ -132,6 +134,14 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
     if (out / RECIPE).exists():
         check_same(load_recipe(out / RECIPE), recipe, out)
     out.mkdir(parents=True, exist_ok=True)
+    with alone_in(out, log):
+        report = _run_alone(recipe, out, world, log)
+    results = read_json(out / RESULTS) or []
+    return RunResult(out=out, report=report, results=results, wall_s=time.perf_counter() - started)
+
+
+def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
+    """In a folder that nobody else writes -> the report."""
     last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*")), default=0.0)
     context = _context(recipe, out, world, log)  # before the folder is this recipe's: a refused one can be corrected
     replace_file(out / RECIPE, recipe.dump())
@@ -140,11 +150,10 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
         asyncio.run(_run(context, last_sign_of_life))
     finally:
         report = write_report(out)
-    results = read_json(out / RESULTS) or []
-    if results:
+    if results := read_json(out / RESULTS):
         log.table(results_table(results, title=recipe.name))
     log.note(f"report: {report}")
-    return RunResult(out=out, report=report, results=results, wall_s=time.perf_counter() - started)
+    return report
 
 
 async def _run(context: RunContext, last_sign_of_life: float) -> None:
