@@ -212,12 +212,12 @@ async def test_what_can_never_fit_is_refused_with_the_numbers(make_engine: MakeE
             make_engine(kv_memory_gb=gb(tokens))
 
 
-def cache_of(tokens: int | None, *, layers: int = 3) -> KVCache:
+def cache_of(tokens: int | None, *, layers: int = 3, expected: tuple[int, int] = (0, 0)) -> KVCache:
     """Two key heads of size 4 in float32: 64 bytes a token and layer."""
     config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_hidden_layers=layers)
     model: Any = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"))
     memory_gb = None if tokens is None else (tokens + 0.5) * 64 * layers / 1e9
-    return KVCache(model, max_slots=9, max_positions=300, memory_gb=memory_gb)
+    return KVCache(model, max_slots=9, max_positions=300, memory_gb=memory_gb, expected=expected)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -300,3 +300,28 @@ async def test_a_finished_slot_is_refilled_while_others_run(make_engine: MakeEng
     assert ended[-1] == "long"
     # Sampling 100 tokens takes 100 forward passes; everything else happens in the same ones.
     assert len(steps) == 100
+
+
+def test_a_cache_begins_as_large_as_the_one_before_it_was_needed() -> None:
+    """So that a step's cache isn't grown, and copied, all over again; and one long sequence isn't paid for forever."""
+    cache = cache_of(None)
+    cache.reserve(range(5), 200)
+    after = cache_of(None, expected=cache.most)
+    after.reserve([0], 1)
+    assert after.layers[0].shape[1] >= 5 and after.layers[0].shape[3] >= 200
+    assert after.most == (1, 1)  # what it was needed for itself, which the next one begins with
+    assert cache_of(None, expected=cache.most).most == (5, 200)  # dropped before it was used
+
+
+async def test_memory_given_back_before_learning_costs_only_time(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = await engine.generate([5] * 40, Sampling(max_tokens=8, seed=1), session="a")
+    await engine.forget_cache()
+    assert engine._cache.num_slots == 0
+    again = await engine.generate([5] * 40, Sampling(max_tokens=8, seed=1), session="a")
+    assert again.tokens == expected.tokens
+    running = asyncio.ensure_future(engine.generate([5] * 40, Sampling(max_tokens=60, seed=2)))
+    while engine.stats.decode_tokens < 20:
+        await asyncio.sleep(0)
+    await engine.forget_cache()
+    assert (await running).tokens == (await engine.generate([5] * 40, Sampling(max_tokens=60, seed=2))).tokens

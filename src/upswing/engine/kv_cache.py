@@ -28,16 +28,24 @@ class KVCache:
     """Per layer of `model`, keys and values [2, S, Hkv, T, D]; S and T change when needed, up to the maxima.
 
     S x T is at most `budget`: the tokens that `memory_gb` (1e9 bytes each, all layers; None: no limit) holds.
+    `expected` is an S and T to begin with: the `most` of an earlier cache, so that this one needn't grow there again.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, max_slots: int, max_positions: int, memory_gb: float | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        max_slots: int,
+        max_positions: int,
+        memory_gb: float | None = None,
+        expected: tuple[int, int] = (0, 0),
     ) -> None:
         config = model.config
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         self.max_slots, self.max_positions = max_slots, max_positions
+        self._expected, self._asked = expected, (0, 0)
         empty = torch.zeros(2, 0, num_kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
         self.layers = [empty] * config.num_hidden_layers
         self.token_bytes = 2 * num_kv_heads * head_dim * empty.itemsize * len(self.layers)
@@ -47,17 +55,23 @@ class KVCache:
     def num_slots(self) -> int:
         return self.layers[0].shape[1]
 
+    @property
+    def most(self) -> tuple[int, int]:
+        """Most slots and most positions that were needed so far; of a cache that was never used those expected."""
+        return self._asked if self._asked[0] else self._expected
+
     def reserve(self, rows: Sequence[int], positions: int) -> None:
         """Hold the slots `rows` as 0, 1, ..., each with that many positions; those from S on are new.
 
         `rows` ascends, and len(rows) x positions is within the budget. What must grow grows by half where the budget
         allows, so that copies stay rare. One layer is replaced at a time, so old and new never stand side by side.
         """
+        self._asked = max(self._asked[0], len(rows)), max(self._asked[1], positions)
         _, old_slots, num_heads, old_positions, head_dim = self.layers[0].shape
         if len(rows) <= old_slots and positions <= old_positions and rows[-1] < len(rows):
             return
-        slots = _grown(len(rows), old_slots, 4, self.max_slots)
-        longest = _grown(positions, old_positions, _MIN_POSITIONS, self.max_positions)
+        slots = _grown(len(rows), old_slots, max(4, self._expected[0]), self.max_slots)
+        longest = _grown(positions, old_positions, max(_MIN_POSITIONS, self._expected[1]), self.max_positions)
         if len(rows) > old_slots:
             slots = min(slots, self.budget // positions)
             longest = min(longest, self.budget // slots)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -235,6 +235,10 @@ class TorchEngine:
 
         await self._exclusively(load)
 
+    async def forget_cache(self) -> None:
+        """Give the cache's memory back until something is sampled again; what runs is computed anew."""
+        await self._exclusively(self._forget_cache)
+
     async def close(self) -> None:
         """Stop; requests still running end as cancelled, with the tokens that they have."""
         if self._closed:
@@ -281,8 +285,7 @@ class TorchEngine:
                 f"prompt of {num_prompt} tokens plus max_tokens {sampling.max_tokens} is {total}, "
                 f"above {self.request_limit(total)}"
             )
-        vocab = int(self.model.config.vocab_size)
-        if min(prompt) < 0 or max(prompt) >= vocab:
+        if min(prompt) < 0 or max(prompt) >= (vocab := int(self.model.config.vocab_size)):
             raise ValueError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
         sequence = np.empty(total, np.int32)
         sequence[:num_prompt] = prompt
@@ -355,10 +358,9 @@ class TorchEngine:
         self._active.remove(request)
         self._slots.done(request.slot, keep_for=request.session if keep else None)
 
-    def _empty_cache(self) -> KVCache:
-        return KVCache(
-            self.model, max_slots=self.max_slots, max_positions=self.max_context, memory_gb=self.kv_memory_gb
-        )
+    def _empty_cache(self, expected: tuple[int, int] = (0, 0)) -> KVCache:
+        slots, context, memory_gb = self.max_slots, self.max_context, self.kv_memory_gb
+        return KVCache(self.model, max_slots=slots, max_positions=context, memory_gb=memory_gb, expected=expected)
 
     def _forget_cache(self) -> None:
         """Drop every key and value; running requests start over from their tokens so far, before the waiting ones.
@@ -370,7 +372,7 @@ class TorchEngine:
         for request in self._waiting:
             request.slot = Slot(-1)
         self._slots.clear()
-        self._cache = self._empty_cache()
+        self._cache = self._empty_cache(self._cache.most)
 
     def _reset(self) -> None:
         """Forget all requests and the cache, after a failure or at the end."""
@@ -433,8 +435,7 @@ class TorchEngine:
         batch = self._plan()
         segments, ids, ends = _pack(batch)
         logits = self._forward(segments, ids, ends)
-        ready: list[_Request] = []
-        num_decode = 0
+        ready, num_decode = list[_Request](), 0
         for (request, count), segment in zip(batch, segments, strict=True):
             stop = segment.start + count
             request.slot.tokens = request.sequence[:stop]
@@ -471,8 +472,7 @@ class TorchEngine:
             use_cache=False,
             logits_to_keep=torch.tensor(ends or [len(ids) - 1], device=device),
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return cast(torch.Tensor, output.logits[0])
 
     def _sample(self, ready: Sequence[_Request], logits_BV: torch.Tensor) -> list[_Request]:
         """Add a token to each ready request; returns those that ended."""

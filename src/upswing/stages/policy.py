@@ -14,6 +14,7 @@ import torch
 from upswing.algo.advantage import ema_baseline
 from upswing.algo.kl import adaptive_kl_coef, kl_clamped, kl_reward
 from upswing.algo.regularise import adaptive_entropy_coef
+from upswing.engine.torch import TorchEngine
 from upswing.learn.critic import Critic
 from upswing.learn.metrics import UpdateMetrics
 from upswing.learn.options import RLOptions
@@ -94,6 +95,8 @@ class PolicyMethod:
         greedy = await self._greedy(groups, step)
         if self.stage.max_staleness:  # sampling goes on meanwhile
             return await to_the_end(asyncio.to_thread(self._learn, groups, step, greedy))
+        if isinstance(self.context.engine, TorchEngine) and not self.stage.oversample:
+            await self.context.engine.forget_cache()  # its memory is the learner's now; new weights would drop it anyway
         return self._learn(groups, step, greedy)
 
     def _learn(
