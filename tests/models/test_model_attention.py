@@ -7,7 +7,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from upswing.errors import ConfigError
-from upswing.models.attention import use_upswing_attention
+from upswing.models.attention import check_all_attended, use_upswing_attention
 from upswing.models.tiny import tiny_model
 
 
@@ -66,11 +66,15 @@ def test_context_gets_every_layer_and_decides(pair: tuple[PreTrainedModel, PreTr
     seen: list[tuple[int, tuple[int, ...], tuple[int, ...], float]] = []
 
     class Recorder:
+        calls = 0
+
         def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
             seen.append((layer, tuple(q.shape), tuple(k.shape), scaling))
             return torch.zeros_like(q).transpose(1, 2)
 
     row = IDS[:1]
-    logits = ours(row, attention=Recorder(), use_cache=False).logits
+    recorder = Recorder()
+    logits = ours(row, attention=recorder, use_cache=False).logits
+    check_all_attended(ours, recorder)
     assert seen == [(layer, (1, 4, 17, 16), (1, 2, 17, 16), 0.25) for layer in (0, 1)]
     assert not torch.allclose(logits, ours(row).logits, atol=1e-2)

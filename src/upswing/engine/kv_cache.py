@@ -127,7 +127,7 @@ class CachedAttention:
     """
 
     def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
-        self._cache = cache
+        self._cache, self.calls = cache, 0
         like = cache.layers[0]
         self._long = [(segment, _continuation_mask(segment, like)) for segment in segments if segment.num_tokens > 1]
         slots, starts, counts, offsets = (np.array(column) for column in zip(*segments, strict=True))

@@ -35,7 +35,7 @@ from upswing.engine.slots import MIN_SHARED, Slot, SlotTable, common_prefix
 from upswing.engine.stopping import StopChecker
 from upswing.engine.weights import compute_dtype, load_weights
 from upswing.errors import ConfigError
-from upswing.models.attention import use_upswing_attention
+from upswing.models.attention import check_all_attended, context_limit, use_upswing_attention
 from upswing.trajectory.types import Int32T
 
 _STEPS_PER_HOP = 8
@@ -125,15 +125,14 @@ class TorchEngine:
         prefill_chunk: int = 1024,
         kv_memory_gb: float | None = None,
     ) -> None:
-        limit = int(model.config.max_position_embeddings)
+        limit = context_limit(model)
         if max_context is not None and not 2 <= max_context <= limit:
             raise ConfigError(f"max_context is {max_context}; allowed: 2 to {limit}, what the model was made for")
         if max_slots < 1 or prefill_chunk < 1:
             raise ConfigError(f"max_slots ({max_slots}) and prefill_chunk ({prefill_chunk}) must be at least 1")
         use_upswing_attention(model)
         model.train(False).requires_grad_(False)
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.max_context = max_context or limit
         self.prefill_chunk = prefill_chunk
         self.version = 0
@@ -472,6 +471,7 @@ class TorchEngine:
             use_cache=False,
             logits_to_keep=torch.tensor(ends or [len(ids) - 1], device=device),
         )
+        check_all_attended(self.model, attention)
         return cast(torch.Tensor, output.logits[0])
 
     def _sample(self, ready: Sequence[_Request], logits_BV: torch.Tensor) -> list[_Request]:

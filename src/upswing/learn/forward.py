@@ -15,7 +15,7 @@ from upswing.errors import ConfigError
 from upswing.learn.in_place import embedded
 from upswing.learn.logits import token_logprobs
 from upswing.learn.packing import Pack, Segment
-from upswing.models.attention import NAME
+from upswing.models.attention import NAME, check_all_attended, longest_row
 from upswing.models.heads import scalar_head
 
 
@@ -29,6 +29,7 @@ class PackedAttention:
         self._lengths = [segment.end - segment.start for segment in segments]
         self._chains = [_chain(segments, index) for index in range(len(segments))]
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self.calls = 0
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
@@ -96,17 +97,26 @@ def check_trainable(model: Any, *, scalar: bool = False) -> None:
 def packed_hidden(model: Any, pack: Pack) -> torch.Tensor:
     """Last hidden states [M, H] where a loss token is predicted, each row as if it were alone, gradients included.
 
-    Raises ValueError for a model with another attention: it would let rows read each other.
+    Raises ValueError for a model with another attention and ConfigError for one that doesn't use it in every layer:
+    rows would read each other; and ConfigError for a row beyond `longest_row`.
     """
     if model.config._attn_implementation != NAME:
         raise ValueError(f"the model's attention is '{model.config._attn_implementation}'; call use_upswing_attention")
+    longest, limit = int(pack.position_ids_N.max()) + 1, longest_row(model)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"a row of {longest} tokens, but the rotary positions ('longrope') of model type "
+            f"'{model.config.model_type}' change for all rows beyond {limit}; set limits.context_tokens to {limit}"
+        )
     device = model.get_input_embeddings().weight.device
+    attention = PackedAttention(pack.segments)
     hidden_1NH = model.base_model(
         **embedded(model, pack.tokens_N.to(device)[None]),
         position_ids=pack.position_ids_N.to(device)[None],
-        attention=PackedAttention(pack.segments),
+        attention=attention,
         use_cache=False,
     ).last_hidden_state
+    check_all_attended(model, attention)
     hidden_MH: torch.Tensor = hidden_1NH[0].index_select(0, pack.predict_M.to(device))
     return hidden_MH
 

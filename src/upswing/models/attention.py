@@ -29,6 +29,9 @@ NAME = "upswing"
 class AttentionContext(Protocol):
     """Who attends to whom in one forward pass."""
 
+    calls: int
+    """Layers that have called it; 0 at first."""
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of one layer.
 
@@ -57,8 +60,44 @@ def attention_forward(
     if attention is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return plain
+    attention.calls += 1
     scaling, layer = kwargs.get("scaling"), cast(int, module.layer_idx)
     return attention.attend(layer, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+def check_all_attended(model: Any, attention: AttentionContext) -> None:
+    """After a forward with `attention`: raises ConfigError where not every layer asked it.
+
+    Models that never look up their attention by name (BLOOM, MPT, XGLM) swallow the context and ignore it, and layers
+    without attention carry a state along: rows would read each other, with finite and plausible numbers.
+    """
+    if attention.calls != model.config.num_hidden_layers:
+        raise ConfigError(
+            f"model type '{model.config.model_type}': {attention.calls} of its {model.config.num_hidden_layers} layers "
+            "use the attention that keeps rows apart; use a Llama or Qwen-family model"
+        )
+
+
+def longest_row(model: Any) -> int | None:
+    """Tokens up to which a row's rotary positions don't depend on the other rows beside it; None: always.
+
+    `longrope` (Phi-3 and 4 with 128k) takes other frequencies for all rows as soon as one is longer.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    layers = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+    limits = [one.get("original_max_position_embeddings") for one in layers if one.get("rope_type") == "longrope"]
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
+def context_limit(model: Any) -> int:
+    """Tokens that a sequence may have: `longest_row`, or what the model was made for. Raises ConfigError if unknown."""
+    limit = longest_row(model) or getattr(model.config, "max_position_embeddings", None)
+    if not limit:
+        kind = model.config.model_type
+        raise ConfigError(
+            f"model type '{kind}' doesn't say how long a context may be; use a Llama or Qwen-family model"
+        )
+    return int(limit)
 
 
 def padding_mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
