@@ -12,6 +12,8 @@ from upswing.trajectory.render import ChatRenderer
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 TEMPLATE_NAMES = ("chatml", "qwen2_5", "qwen3", "llama3")
+PARTIAL_NAMES = ("zephyr", "llama2", "gemma")
+"""Templates that drop or refuse some roles."""
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -58,4 +60,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def renderers(tokenizer: PreTrainedTokenizerFast) -> dict[str, ChatRenderer]:
-    return {name: ChatRenderer(tokenizer, (TEMPLATES / f"{name}.jinja").read_text()) for name in TEMPLATE_NAMES}
+    return {
+        name: ChatRenderer(tokenizer, (TEMPLATES / f"{name}.jinja").read_text())
+        for name in (*TEMPLATE_NAMES, *PARTIAL_NAMES)
+    }

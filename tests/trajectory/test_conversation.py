@@ -280,6 +280,23 @@ def test_template_without_special_tokens_still_extends_exactly(tokenizer):
     assert renderer.decode(conversation.prompt_ids()).endswith("assistant: a<|endoftext|>\nuser: b\nassistant: ")
 
 
+def test_a_result_that_the_template_would_drop_is_an_error(renderers):
+    """Zephyr's template knows no tool messages: the next prompt would end as if there had been no result."""
+    renderer = renderers["zephyr"]
+    conversation = converse(renderer)
+    say(conversation, renderer, "<search>a</search>")
+    for change in (conversation.add_messages, conversation.rewrite):
+        with pytest.raises(ConfigError, match="leaves out what 'tool' messages say"):
+            change([user("b"), tool("Paris")])
+    conversation.add_messages([user("Paris")])
+    assert "Paris" in renderer.decode(conversation.prompt_ids())
+    with pytest.raises(ConfigError, match="refuses 'system' messages"):
+        converse(renderers["gemma"], [Message(role="system", content="Be brief."), *START])
+    for name in ("zephyr", "llama2"):
+        opened = converse(renderers[name], [Message(role="system", content="Be brief."), *START])
+        assert "Be brief." in renderer.decode(opened.prompt_ids())
+
+
 def test_rewritten_history_forks_as_rewritten(renderers):
     renderer = renderers["chatml"]
     conversation = converse(renderer)

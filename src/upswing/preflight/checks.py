@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from upswing.envs.base import AssistantMessage, Environment
 from upswing.errors import ConfigError
 from upswing.monitor.findings import Finding, Severity
 from upswing.preflight.advice import found
@@ -13,7 +15,8 @@ from upswing.recipe import Recipe, RlStage
 from upswing.recipe.rl import GROUPED
 from upswing.trajectory.conversation import Conversation
 from upswing.trajectory.render import ChatRenderer
-from upswing.trajectory.types import Message
+from upswing.trajectory.types import Message, Task
+from upswing.verify.deadline import call_env, to_its_end
 
 MIN_GROUP, MIN_UPDATE = 4, 16
 """Trajectories of a group with a baseline, and of an optimizer step."""
@@ -104,6 +107,36 @@ def template_findings(renderer: ChatRenderer, end_tokens: tuple[int, ...], stage
                 remedy = "If the agent takes several turns, give the model's folder a chat template that keeps them."
                 return [found(mode, "warning", stage, why, remedy)]
     return []
+
+
+async def check_template(
+    renderer: ChatRenderer,
+    make_env: Callable[[], Environment],
+    tasks: Sequence[Task],
+    *,
+    timeout_s: float,
+    shows_tools: bool = True,
+) -> None:
+    """Whether the chat template writes what the environment sends in these tasks: the opening, the answer to a turn and
+    the tools (unless a server shows them). Raises ConfigError; an environment that breaks says so where it is played.
+    """
+    for task in tasks:
+        env = make_env()
+        has_tools = bool(getattr(env, "_tools", ()))
+        try:
+            opening = seen = await call_env(env.reset, task, 0, timeout_s=timeout_s)
+            if not has_tools:  # else the answer is a tool's, and no tool need run to know it
+                seen = await call_env(env.step, AssistantMessage(content="x"), timeout_s=timeout_s)
+            roles = {message.role for message in (*opening.messages, *seen.messages)}
+            tools = bool(opening.tools)
+        except Exception:
+            continue
+        finally:
+            with suppress(Exception):
+                await to_its_end(call_env(env.close, timeout_s=timeout_s))
+        renderer.require(roles | {"tool"} if has_tools or tools else roles, tools)
+        if tools and shows_tools:
+            renderer.require_tools()
 
 
 class Size(NamedTuple):

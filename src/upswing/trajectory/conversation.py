@@ -58,7 +58,8 @@ class Conversation:
 
     Call in turn: `prompt_ids` -> engine -> `add_completion` -> environment -> `add_messages` -> `prompt_ids` ...
     `add_expert` takes the engine's place for a demonstration. `end_tokens` are the ids that end a turn wherever the
-    program asks (see `ChatRenderer.end_tokens`); the template's own must be among them, else ConfigError.
+    program asks (see `ChatRenderer.end_tokens`); the template's own must be among them, else ConfigError. So is a
+    message that the template would drop or refuse.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Conversation:
         self._awaits_messages = False
         self._newest_ids: tuple[int, ...] = ()
         self._prompt_text = ""
+        self._require_roles(messages)
         full = self._render()
         self._current.extend(renderer.encode(full), 0)
         self._mark_prompt(full)
@@ -175,6 +177,7 @@ class Conversation:
         """
         if not self._awaits_messages:
             raise RuntimeError("add_messages() answers a turn: call add_completion() or add_expert() first")
+        self._require_roles(messages)
         guarded = [self._renderer.guard_message(message) for message in messages]
         newest = self._guarded[-1]
         tail = self._tail(guarded)
@@ -192,6 +195,7 @@ class Conversation:
 
     def rewrite(self, messages: Sequence[Message]) -> None:
         """Replace the whole conversation (summarised or dropped history): opens a new branch, kind `rewritten`."""
+        self._require_roles(messages)
         self._messages = list(messages)
         self._guarded = [self._renderer.guard_message(message) for message in messages]
         self._fork("rewritten", self._render(), "the environment replaced the messages")
@@ -201,6 +205,9 @@ class Conversation:
 
     def _render(self) -> str:
         return self._renderer.render_guarded(self._guarded, self._tools)
+
+    def _require_roles(self, messages: Sequence[Message]) -> None:
+        self._renderer.require({message.role for message in messages}, bool(self._tools))
 
     def _note(self, kind: str, *, forked: bool, detail: str) -> None:
         self._drift.append(DriftEvent(kind=kind, turn=self._num_turns, forked=forked, detail=detail))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Set, Sized
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,17 @@ PROBE = "\ufdd1"
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """What a template that prints today's date prints: a prompt must not change overnight, nor between two runs."""
 
+_X = Message(role="user", content="x")
+_WORD, _TOOL_NAME = "quagga", "okapi"
+"""What templates are probed with: none says them by itself, and trimming or escaping leaves them whole."""
+_PROBES = {
+    "system": (Message(role="system", content=_WORD), _X),
+    "user": (Message(role="user", content=_WORD),),
+    "assistant": (_X, Message(role="assistant", content=_WORD), _X),
+    "tool": (_X, Message(role="assistant", content="x"), Message(role="tool", content=_WORD, name=_TOOL_NAME)),
+}
+_PARAMETERS = {"type": "object", "properties": {"q": {"type": "string", "description": "x"}}, "required": ["q"]}
+_TOOL = {"type": "function", "function": {"name": _TOOL_NAME, "description": "x", "parameters": _PARAMETERS}}
 _KEPT, _LONGEST = 256, 20_000
 """How many pieces of text are remembered, and how many ids; the characters or ids of one."""
 _K = TypeVar("_K")
@@ -46,8 +57,8 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "the tokenizer has no chat template; give one (a jinja file, such as a ChatML template) as `template`, "
-                "or use an instruction-tuned model"
+                "the tokenizer has no chat template; set chat_template to one (a jinja file, such as a ChatML one), or "
+                "use an instruction-tuned model"
             )
         self.tokenizer = tokenizer
         self._template = template
@@ -61,7 +72,8 @@ class ChatRenderer:
         self._guard_pattern = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL)
         self._ids: dict[str, tuple[int, ...]] = {}
         self._texts: dict[tuple[tuple[Message, ...], bool], str] = {}
-        self.render_text([Message(role="user", content="x")])
+        self._problems: dict[tuple[str, bool], str | None] = {}
+        self.render_text([_X])
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -144,6 +156,39 @@ class ChatRenderer:
             return [self._guard_value(item) for item in value]
         return value
 
+    # -- what the template has a place for ----------------------------------------------------------------------------
+
+    def require(self, roles: Set[str], tools: bool = False) -> None:
+        """Raises ConfigError unless the template writes what messages of these roles say; `tools`: where it has tools.
+
+        Many drop the roles that they don't know, so that an agent would never see its tools' results.
+        """
+        for role in sorted(_PROBES.keys() & roles):  # an unknown role is refused when it is rendered
+            if (role, tools) not in self._problems:
+                self._problems[role, tools] = self._problem_with(role, tools)
+            if problem := self._problems[role, tools]:
+                raise ConfigError(f"{self._source} {problem}; set chat_template to one that has the role")
+
+    def require_tools(self) -> None:
+        """Raises ConfigError unless the template shows the tools that it is given."""
+        if _TOOL_NAME not in self.render_text(_PROBES["user"], [_TOOL]):
+            raise ConfigError(
+                f"{self._source} doesn't show tools; set env.args.tools_in_system: true, so that the system message "
+                "describes them, or set chat_template to one that does"
+            )
+
+    def _problem_with(self, role: str, tools: bool) -> str | None:
+        try:
+            text = self.render_text(_PROBES[role], [_TOOL] if tools else [])
+        except ConfigError as error:
+            return f"refuses '{role}' messages ({error.__cause__})"
+        return None if _WORD in text else f"leaves out what '{role}' messages say"
+
+    @property
+    def _source(self) -> str:
+        name = "" if self._template is not None else self.tokenizer.name_or_path
+        return f"the chat template of '{name}'" if name else "the chat template"
+
     # -- ids ----------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
@@ -215,7 +260,7 @@ class ChatRenderer:
             return int(self.tokenizer.eos_token_id)
         raise ConfigError(
             "neither the chat template nor the tokenizer has an end-of-turn token, so no turn could end; "
-            "set the tokenizer's eos_token or give a template that ends assistant messages with a special token"
+            "set the tokenizer's eos_token or chat_template to one that ends assistant messages with a special token"
         )
 
     def end_tokens(self, generation_eos: int | Sequence[int] | None = None) -> tuple[int, ...]:
