@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from upswing.trajectory.types import Trajectory
@@ -42,7 +43,7 @@ def _chosen(
     context: RunContext, first: Mapping[str, Trajectory], last: Mapping[str, Trajectory]
 ) -> list[tuple[str, str, str]]:
     """(title, kind, task id): a recovery, questions won since the first checkpoint, and one that is still lost."""
-    recovered = [i for i, t in last.items() if _won(t) and context.recovered is not None and context.recovered(t)]
+    recovered = [i for i, t in last.items() if _won(t) and _first_missed(context, t)]
     gained = [i for i, t in last.items() if _won(t) and i in first and not _won(first[i]) and i not in recovered[:1]]
     lost = [i for i, t in last.items() if not _won(t)]
     chosen = {
@@ -51,6 +52,14 @@ def _chosen(
         ("Still wrong", "before_after"): lost[:1],
     }
     return [(*words, i) for words, found in chosen.items() for i in found]
+
+
+def _first_missed(context: RunContext, trajectory: Trajectory) -> bool:
+    """Whether it recovered, and from its first call: had that been the only one, it would not have."""
+    if context.recovered is None or not context.recovered(trajectory):
+        return False
+    first = [record for record in trajectory.tool_records if record.call.name][:1]
+    return context.recovered(replace(trajectory, tool_records=tuple(first))) is False
 
 
 def _won(trajectory: Trajectory) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.envs.geo_search.conftest import Played
@@ -15,7 +19,8 @@ from upswing.envs.geo_search.corpus import World
 from upswing.envs.geo_search.env import parse_action
 from upswing.envs.geo_search.expert import Plan
 from upswing.errors import ConfigError
-from upswing.trajectory.types import Message, Outcome, StopReason, Task, ToolCall, ToolRecord, Trajectory
+from upswing.stages.examples import publish_examples
+from upswing.trajectory.types import Message, Outcome, Score, StopReason, Task, ToolCall, ToolRecord, Trajectory
 
 Play = Callable[[GeoSearch, Task], Played]
 
@@ -140,3 +145,24 @@ def test_recovery_is_told_from_the_passages(world: World) -> None:
     assert recovered([other, capital], task) is False
     assert recovered([capital, replace(other, ok=False), area], task) is None
     assert recovered([other], Task(id="t", messages=())) is None
+
+
+def test_the_example_of_a_recovery_begins_with_a_miss(world: World, tmp_path: Path) -> None:
+    """One that found something first, and missed later, recovered too, but isn't what the caption says."""
+    data = {"passages": [["country/BE/capital"], ["country/BE/area"]]}
+    capital, area = record(world, "country/BE/capital"), record(world, "country/BE/area")
+    other = record(world, "country/DE/capital")
+    malformed = ToolRecord(call=ToolCall(name=""), result="Invalid.", ok=False, turn=0)
+    made = {"later": (capital, other, area), "none": (capital, area), "first": (malformed, other, capital, area)}
+    played = [
+        Trajectory(
+            id=name, task=Task(id=name, messages=(), data=data), branches=(), messages=(), outcome=Outcome.COMPLETED,
+            stop_reason=StopReason.ANSWERED, tool_records=records, score=Score(value=1.0),
+        )
+        for name, records in made.items()
+    ]  # fmt: skip
+    renderer = SimpleNamespace(decode=str)
+    parts = {"out": tmp_path, "recovered": GeoSearch().recovered, "rollouts": SimpleNamespace(renderer=renderer)}
+    publish_examples(cast(Any, SimpleNamespace(**parts)), "rl", {"SFT": played, "RL": played})
+    shown = json.loads((tmp_path / "examples.json").read_text())
+    assert [entry["task_id"] for entry in shown if entry["kind"] == "recovery"] == ["first"]
