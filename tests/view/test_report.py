@@ -206,6 +206,14 @@ def test_a_result_without_scores_shows_dashes(tmp_path):
     assert "broken" in report(tmp_path).text
 
 
+def test_a_malformed_turn_is_no_call(tmp_path):
+    records = [{"name": "", "ok": False, "result": "Invalid."}, {"name": "search", "ok": False}, {"name": "look"}]
+    write_examples(tmp_path, [{"title": "x", "trajectories": [{"label": "RL", "tool_records": records}]}])
+    shown = report(tmp_path).text
+    assert "malformed turn" in shown and "search() failed" in shown and "look()" in shown
+    assert shown.count("failed") == 1 and shown.count("()") == 2
+
+
 def test_lone_surrogates_do_not_stop_the_report(tmp_path):
     (tmp_path / "environment.json").write_text('{"x": "\\ud800"}')
     assert "\\ud800" in report(tmp_path).text

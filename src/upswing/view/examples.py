@@ -142,8 +142,9 @@ def _calls(records: Sequence[Mapping[str, Any]]) -> Html | None:
     for record in records:
         arguments = record.get("arguments") or {}
         text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
-        failed = None if record.get("ok", True) else h("span", "failed", class_="chip bad")
-        rows.append(h("li", h("code", f"{record.get('name', 'tool')}({text})"), " ", failed))
+        name, failed = record.get("name", "tool"), h("span", "failed", class_="chip bad")
+        made = [h("code", f"{name}({text})"), " ", None if record.get("ok", True) else failed]
+        rows.append(h("li", *made if name else [h("span", "malformed turn", class_="chip bad")]))
     return h("ol", *rows, class_="calls")
 
 

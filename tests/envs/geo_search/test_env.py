@@ -80,7 +80,7 @@ def test_the_answer_ends_the_episode(env: GeoSearch) -> None:
 def test_malformed_turns_are_corrected_then_end_the_episode(env: GeoSearch) -> None:
     first = say(env, "Brussels")
     assert first.messages[0].role == "tool" and "<answer>" in first.messages[0].content
-    assert not first.tool_records[0].ok
+    assert not first.tool_records[0].ok and not first.tool_records[0].call.name  # malformed, and no call
     say(env, "<search>Belgium</search>")  # a good turn in between starts the count anew
     assert not say(env, "Brussels").done
     last = say(env, "Brussels")

@@ -120,7 +120,8 @@ class GeoSearch(Environment):
     def _refuse(self) -> Observation:
         self._invalid += 1
         self._invalid_in_a_row += 1
-        record = ToolRecord(call=ToolCall(name="search"), result=INVALID, ok=False, turn=self._turns - 1)
+        call = ToolCall(name="")  # what can't be read must not pass for a call
+        record = ToolRecord(call=call, result=INVALID, ok=False, turn=self._turns - 1)
         if self._invalid_in_a_row >= self.max_invalid:
             return Observation(done=True, stop_reason=StopReason.INVALID_CALLS, tool_records=(record,))
         if self._turns > self.max_searches:
