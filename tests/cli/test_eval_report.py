@@ -62,6 +62,25 @@ def test_what_eval_refuses(run: Path, echo: Path):
     assert_refused(upswing("eval", run, "--out", run), "is a folder")
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("env.args.broken=true", "4 of 4 trajectories have no reward: 4 times OSError: the disk is gone"),
+        ("verifiers=[echo_env.py:unable]", "2 of 2 trajectories have no reward: 2 times unable: "),
+    ],
+)
+def test_an_evaluation_of_which_nothing_could_be_scored_says_why_and_fails(
+    echo: Path, change: str, why: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "1000")
+    module = Path("echo_env.py")
+    module.write_text(module.read_text() + "\n\ndef unable(messages):\n    raise ZeroDivisionError('no oracle')\n")
+    result = upswing("eval", "tiny", "--recipe", echo, change, "--tasks", "2", "--out", "found.json")
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith(f"error: tiny: {why}") and result.stderr.count("\n") == 1
+    assert why in result.stdout and '"problems": {' in Path("found.json").read_text()
+
+
 def test_report_is_written_for_a_run_folder_and_refused_elsewhere(run: Path):
     result = upswing("report", run)
     assert result.exit_code == 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from upswing.evals.stats import paired_test
-from upswing.evals.summary import compare, result_entry, results_table, summarize
+from upswing.evals.summary import compare, missing_rewards, result_entry, results_table, summarize
 from upswing.trajectory.types import (
     Branch,
     Outcome,
@@ -49,6 +50,20 @@ def make(task_id="q1", strict=1.0, *, outcome=Outcome.COMPLETED, sampled=3, call
         num_turns=2,
         score=Score(value=strict, components={"strict_match": strict, "f1": lenient}) if score else None,
     )
+
+
+def test_why_rewards_are_missing_is_counted_and_told():
+    broken = [
+        replace(make("a", score=False, outcome=Outcome.ERRORED), error=f"OSError: disk\n{i // 2}") for i in range(3)
+    ]
+    timed = replace(make("b", score=False, outcome=Outcome.CANCELLED), stop_reason=StopReason.CANCELLED)
+    unsure = [replace(make(f"c{i}"), score=Score(value=math.nan, reason=f"rule {i}")) for i in range(2)]
+    found = summarize([make("d"), *broken, timed, *unsure])
+    assert found.problems == {"OSError: disk 0": 2, "OSError: disk 1": 1, "cancelled": 1, "rule 0": 1, "rule 1": 1}
+    said = missing_rewards(found)
+    assert said.startswith("6 of 7 trajectories have no reward: 2 times OSError: disk 0; 1 times OSError: disk 1; ")
+    assert said.endswith("; and other reasons")
+    assert missing_rewards(summarize([make("d")])) == ""
 
 
 def test_errored_is_counted_and_never_zero():

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from upswing.cli.common import Overrides, Quiet, Split, UnsafeLocal, is_run_folder, recipe_of, user_command
+from upswing.cli.common import (
+    EXIT_FAILED,
+    Overrides,
+    Quiet,
+    Split,
+    UnsafeLocal,
+    fail,
+    is_run_folder,
+    recipe_of,
+    user_command,
+)
 from upswing.errors import ConfigError, ModelNotFound, did_you_mean
 from upswing.models.resolve import resolve_model
 from upswing.recipe import Recipe, recipe_from
@@ -32,7 +42,10 @@ def eval_command(
     quiet: Quiet = False,
     unsafe_local: UnsafeLocal = False,
 ) -> None:
-    """Measure checkpoints on the same tasks: exact match and F1 with intervals, turns, tool calls; paired tests."""
+    """Measure checkpoints on the same tasks: exact match and F1 with intervals, turns, tool calls; paired tests.
+
+    Exit status 1 when nothing could be scored.
+    """
     run = Path(target) if is_run_folder(Path(target)) else None
     if run is None:
         _check_model(target, recipe)
@@ -47,9 +60,11 @@ def eval_command(
     from upswing.world import preflight
 
     preflight(config)
-    entries = _measure(config, models, settings, quiet)
+    entries, failed = _measure(config, models, settings, quiet)
     if out is not None:
         out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    if failed:
+        fail("; ".join(failed), EXIT_FAILED)
 
 
 def _check_model(target: str, recipe: Path | None) -> None:
@@ -89,21 +104,26 @@ def checkpoints_of(run: Path, recipe: Recipe, wanted: list[str]) -> dict[str, st
     return found
 
 
-def _measure(config: Recipe, models: dict[str, str], settings: dict[str, Any], quiet: bool) -> list[dict[str, Any]]:
-    """Measure each model on the same tasks, and show the table with a paired test against the one before."""
-    from upswing.evals.summary import EvalSummary, result_entry, results_table
+def _measure(
+    config: Recipe, models: dict[str, str], settings: dict[str, Any], quiet: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure each model on the same tasks, and show the table with a paired test against the one before; and say of
+    which models nothing could be scored, and why."""
+    from upswing.evals.summary import EvalSummary, missing_rewards, result_entry, results_table
     from upswing.monitor.progress import Progress
     from upswing.stages.runner import eval_checkpoint
 
     log = Progress(quiet=quiet)
     split, mode = settings["split"], "greedy" if settings["greedy"] else "sampled"
-    entries: list[dict[str, Any]] = []
+    entries, failed = list[dict[str, Any]](), list[str]()
     before: EvalSummary | None = None
     against = ""
     for label, model in models.items():
         summary = eval_checkpoint(config, model, log=log, **settings)
         entry = result_entry(label, "eval", summary, split=split, mode=mode, previous=before, previous_label=against)
         entries.append(entry)
+        if not summary.reward.n:
+            failed.append(f"{label}: {missing_rewards(summary)}")
         before, against = summary, label
     log.table(results_table(entries, title=f"{split}, {settings['tasks']} tasks"))
-    return entries
+    return entries, failed

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
+from textwrap import shorten
 from typing import Any
 
 from rich.markup import escape
@@ -26,6 +27,7 @@ from upswing.view.text import DASH, difference, interval, number, p_value, reada
 
 COSTS = ("turns", "tool_calls", "invalid_calls", "duplicate_calls", "sampled_tokens")
 COUNTED = (Outcome.COMPLETED, Outcome.TRUNCATED)
+PROBLEMS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,8 @@ class EvalSummary:
     """Counted ones without a reward: a verifier could not judge."""
     outcomes: Mapping[str, int]
     stop_reasons: Mapping[str, int]
+    problems: Mapping[str, int]
+    """Why trajectories have no reward -> how many, the commonest `PROBLEMS` of them; empty when all have one."""
     reward: Interval
     components: Mapping[str, Interval]
     costs: Mapping[str, Interval]
@@ -118,6 +122,27 @@ def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | N
     )
 
 
+def problem_of(trajectory: Trajectory) -> str | None:
+    """Why it has no reward, on one line; None when it has one."""
+    score = trajectory.score
+    if trajectory.outcome not in COUNTED:
+        text = trajectory.error or str(trajectory.stop_reason)
+    elif score is None or _finite(score.value) is None:
+        text = (score and score.reason) or "the verifiers gave no score"
+    else:
+        return None
+    return shorten(text, 240, placeholder=" …")
+
+
+def missing_rewards(summary: EvalSummary) -> str:
+    """How many trajectories have no reward and the commonest reasons, in words; empty when all have one."""
+    missing = summary.num_trajectories - summary.reward.n
+    reasons = [f"{count} times {text}" for text, count in summary.problems.items()]
+    more = ["and other reasons"] if len(reasons) > 3 else []
+    said = f"{missing} of {summary.num_trajectories} trajectories have no reward: {'; '.join([*reasons[:3], *more])}"
+    return said if missing else ""
+
+
 def _finite(value: float | None) -> float | None:
     """A verifier that returns NaN could not score."""
     return None if value is None or not math.isfinite(value) else float(value)
@@ -134,7 +159,9 @@ def summarize(
 
     `recovered`: see `record_of`. `success`: the component (0/1) that pass@k counts; the reward when none has it.
     """
+    trajectories = list(trajectories)
     records = [record_of(trajectory, recovered) for trajectory in trajectories]
+    problems = Counter(problem for one in trajectories if (problem := problem_of(one)))
     counted = [record for record in records if record.counted]
     names = list(dict.fromkeys(name for record in counted for name in record.components))
 
@@ -163,6 +190,7 @@ def summarize(
         num_unscored=sum(row.reward is None for row in counted),
         outcomes=dict(Counter(row.outcome for row in records).most_common()),
         stop_reasons=dict(Counter(row.stop_reason for row in records).most_common()),
+        problems=dict(problems.most_common(PROBLEMS)),
         reward=overall.pop("reward"),
         components=overall,
         costs={name: mean(counted, attrgetter(name)) for name in COSTS},

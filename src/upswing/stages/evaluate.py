@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from upswing.evals.best_of import best_of
-from upswing.evals.summary import EvalSummary, result_entry, results_table, summarize
+from upswing.evals.summary import EvalSummary, missing_rewards, result_entry, results_table, summarize
 from upswing.learn.reward_model import score_steps, score_trajectories
 from upswing.recipe import EvalStage
 from upswing.seeding import derive_seed
@@ -38,6 +38,9 @@ async def measure(
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         summary = summarize(trajectories, recovered=context.recovered, success=SUCCESS)
         shown.update(reward=round(summary.reward.mean, 3))
+    if missing := missing_rewards(summary):
+        context.progress.warn(f"{label}: {missing}")
+        context.metrics.event(f"{label}: {missing}")
     return summary, trajectories
 
 
