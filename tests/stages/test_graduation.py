@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from upswing.errors import ConfigError
 from upswing.monitor.progress import Progress
 from upswing.recipe import Graduation, recipe_from
 from upswing.stages.graduation import Criterion, Verdict, diversity, flatness
@@ -74,13 +75,13 @@ def test_pass_at_k_takes_as_many_samples_as_every_task_has() -> None:
     assert not diversity(SimpleNamespace(pass_at_k={}, mixed_frac=1.0), 1.0, 1.0, RULES)[1].passed  # type: ignore[arg-type]
 
 
-def sft(out: Path, **graduation: Any) -> dict[str, Any]:
+def sft(out: Path, validation: int = 4, **graduation: Any) -> dict[str, Any]:
     """A short SFT with a check before it and after every second update -> its facts. The second one passes."""
     met = {"flat_tol": 10.0, "min_format_valid": 0.0, "min_passk_gain": 0.0, "min_entropy": 0.0, "min_mixed_frac": 0.0}
     stage = {
         "stage": "sft",
         "demonstrations": 16,
-        "validation_demonstrations": 4,
+        "validation_demonstrations": validation,
         "epochs": 3,
         "batch_size": 4,
         "lr": 1e-3,
@@ -100,6 +101,12 @@ def sft(out: Path, **graduation: Any) -> dict[str, Any]:
     )
     run_recipe(recipe, out, log=Progress(quiet=True))
     return dict(read_json(out / "state.json")["stages"]["sft"])
+
+
+def test_a_check_without_a_validation_loss_is_refused_also_when_it_would_not_stop_the_stage(tmp_path: Path) -> None:
+    """With stop: false it was skipped without a word."""
+    with pytest.raises(ConfigError, match=r"stages.0.validation_demonstrations: got 0, but graduation needs"):
+        sft(tmp_path, validation=0, stop=False)
 
 
 def test_sft_ends_when_it_graduates_unless_it_is_told_to_go_on_or_something_is_lacking(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class SftStage(TrainStage):
             raise refuse("time_limit_as", "got both time_limit_s and time_limit_as; keep one")
         if self.batch_size > self.demonstrations:
             raise refuse("batch_size", f"got {self.batch_size}, more than the {self.demonstrations} demonstrations")
-        if self.graduation.enabled and self.graduation.stop and self.validation_demonstrations == 0:
+        if self.graduation.enabled and self.validation_demonstrations == 0:
             why = "graduation needs a validation loss; allowed: 1 and more, or graduation.enabled: false"
             raise refuse("validation_demonstrations", f"got 0, but {why}")
         return self
