@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from upswing.errors import ConfigError
+from upswing.models.load import load_tokenizer
+from upswing.models.tiny import tiny_model, tiny_tokenizer
 from upswing.monitor.progress import Progress
-from upswing.recipe import check_same
+from upswing.recipe import Recipe, check_same, load_recipe
 from upswing.stages import runner
 from upswing.stages.context import RunState
 from upswing.stages.runner import run_recipe
+from upswing.trajectory.store import TrajectoryStore
 from upswing.view.run_folder import RECIPE
 
 from .test_algorithms import recipe
@@ -66,7 +69,7 @@ def test_an_engine_that_was_started_is_closed_when_the_model_does_not_load(
         async def close(self) -> None:
             closed.append(self)
 
-    def no_memory(name: str) -> None:
+    def no_memory(name: str, **options: object) -> None:
         raise MemoryError(name)
 
     monkeypatch.setattr(runner, "server_of", lambda *args: Started())
@@ -125,3 +128,65 @@ def test_where_a_file_system_has_no_locks_it_says_so_and_goes_on(
     with pytest.raises(ConfigError, match="past the lock"):
         run_recipe(recipe({}), tmp_path, resume=True, log=Progress(quiet=True, json_lines=True))
     assert "can't be locked (No locks available)" in capsys.readouterr().out
+
+
+ENDS_OTHERWISE = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '<|endoftext|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Recipe:
+    """Of a base model: it has no chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    tiny_model().save_pretrained(tmp_path / "base")
+    return recipe({}).model_copy(update={"model": str(tmp_path / "base")})
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "chat_template: the tokenizer has no chat template"),
+        ("{% if %}", "chat_template: the chat template can't render"),
+    ],
+)
+def test_a_missing_or_broken_chat_template_is_refused_before_weights_are_read(
+    base: Recipe, template: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "load_model", None)
+    with pytest.raises(ConfigError, match=words):
+        run_recipe(base.model_copy(update={"chat_template": template}), tmp_path / "run", log=Progress(quiet=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipes_chat_template_is_used_ends_turns_and_stays_with_the_checkpoints(
+    base: Recipe, tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_text(ENDS_OTHERWISE)
+    (tmp_path / "recipe.yaml").write_text(base.model_copy(update={"chat_template": "chat.jinja"}).dump())
+    given = load_recipe(tmp_path / "recipe.yaml")
+    out = tmp_path / "run"
+    run_recipe(given, out, log=Progress(quiet=True))
+    assert load_recipe(out).chat_template == ENDS_OTHERWISE  # its text: the file may change
+    played = next(iter(TrajectoryStore(out / "trajectories").read("rl"))).trajectory
+    tokens = played.branches[0].tokens.tolist()
+    said = tiny_tokenizer().decode(tokens)
+    assert said.startswith("[user]say ") and "<|endoftext|>[assistant]" in said
+    context = runner._context(given, tmp_path / "other", runner.check(given), Progress(quiet=True))
+    assert context.rollouts.end_tokens == (0, 2)  # the template's own first: generation config and EOS lack it
+    trained = load_tokenizer(str(out / "checkpoints" / "rl" / "final"))
+    assert trained.chat_template == ENDS_OTHERWISE
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("caht.jinja", "did you mean '.*chat.jinja'"), ("plain.txt", "is no Jinja template")]
+)
+def test_what_is_no_chat_template_is_refused_with_its_key(base: Recipe, tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / "chat.jinja").write_text(ENDS_OTHERWISE)
+    (tmp_path / "plain.txt").write_text("You are an agent.")
+    (tmp_path / "recipe.yaml").write_text(base.dump())
+    with pytest.raises(ConfigError, match=f"chat_template: .*{words}"):
+        load_recipe(tmp_path / "recipe.yaml", [f"chat_template={file}"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,8 +11,15 @@ import typer
 
 from upswing.cli.common import Host, Port, is_run_folder, listen, user_command
 from upswing.cli.eval import checkpoints_of
+from upswing.envs import Environment, environment_factory
+from upswing.envs.base import Observation
+from upswing.envs.tool_env import PROTOCOLS
 from upswing.errors import ConfigError
-from upswing.recipe import load_recipe
+from upswing.recipe import Recipe, load_recipe
+from upswing.trajectory.types import Task
+from upswing.verify.deadline import call_env
+
+PLACES = ("template", "system", "nowhere")
 
 
 @user_command
@@ -19,55 +28,117 @@ def serve_command(
     stage: Annotated[str | None, typer.Option(help="Of a run: base or a stage; by default the last finished.")] = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    protocol: Annotated[str, typer.Option(help="How the model writes calls: hermes, llama3_json, …")] = "hermes",
-    tools_in: Annotated[str, typer.Option(help="Where it reads of tools: template, system or nowhere.")] = "template",
+    protocol: Annotated[
+        str | None, typer.Option(help="How the model writes calls; default: as in the run, else hermes.")
+    ] = None,
+    tools_in: Annotated[
+        str | None,
+        typer.Option(help="Where it reads of tools: template, system, nowhere; default: as in the run, else template."),
+    ] = None,
     max_slots: Annotated[int, typer.Option(min=1, help="Completions at once; more wait.")] = 32,
     max_context: Annotated[
-        int | None, typer.Option(min=16, help="Tokens, prompt and answer; default: the model's.")
+        int | None, typer.Option(min=16, help="Tokens, prompt and answer; default: the run's, else the model's.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; default: the run's, else 1024.")
+    ] = None,
     quantize: Annotated[str | None, typer.Option(help="int8, on a CPU.")] = None,
 ) -> None:
     """Serve a run's newest weights, or any model, as an OpenAI-compatible endpoint with tools.
 
     POST /v1/chat/completions (stream, tools, n, logprobs, seed), GET /v1/models, GET /health.
     """
-    model = target
+    _check_choices(protocol, tools_in, quantize)
+    model, manner = target, Manner()
+    template: str | None = None
     if is_run_folder(Path(target)):
-        ((_, model),) = checkpoints_of(Path(target), load_recipe(Path(target)), [stage] if stage else []).items()
+        recipe = load_recipe(Path(target))
+        ((_, model),) = checkpoints_of(Path(target), recipe, [stage] if stage else []).items()
+        template = recipe.chat_template
+        manner = manner_of(recipe, ask=tools_in is None)
     elif stage is not None:
         raise ConfigError(f"--stage needs a run folder, but '{target}' isn't one")
-    _check_choices(protocol, tools_in, quantize)
+    given = {"protocol": protocol, "tools_in": tools_in, "turn_tokens": max_tokens, "context_tokens": max_context}
+    manner = replace(manner, **{name: value for name, value in given.items() if value is not None})
     serve = listen(host, port, "/v1")
     from upswing.engine.torch import TorchEngine
-    from upswing.models.load import load_model
+    from upswing.models.load import load_model, load_tokenizer
     from upswing.rollout.limits import Limits
     from upswing.rollout.serving import Serving
     from upswing.trajectory.render import ChatRenderer
 
-    loaded = load_model(model)
+    renderer = ChatRenderer(load_tokenizer(model, template))
+    loaded = load_model(model, tokenizer=renderer.tokenizer)
     kind: Literal["int8"] | None = "int8" if quantize else None
     engine = TorchEngine.from_model(
-        loaded.model, tokenizer=loaded.tokenizer, max_slots=max_slots, max_context=max_context, quantize=kind
+        loaded.model,
+        tokenizer=loaded.tokenizer,
+        max_slots=max_slots,
+        max_context=manner.context_tokens,
+        quantize=kind,
     )
     serving = Serving(
         name=target,
         engine=engine,
-        renderer=ChatRenderer(loaded.tokenizer),
-        end_tokens=loaded.stop_tokens,
-        limits=Limits(turn_tokens=max_tokens, context_tokens=engine.max_request),
-        protocol=protocol,
-        tools_in=tools_in,
+        renderer=renderer,
+        end_tokens=renderer.end_tokens(loaded.stop_tokens),
+        limits=Limits(turn_tokens=manner.turn_tokens, context_tokens=engine.max_request),
+        protocol=manner.protocol,
+        tools_in=manner.tools_in,
+        system=manner.system,
     )
     serve(serving.app(), lifespan="off")
 
 
-def _check_choices(protocol: str, tools_in: str, quantize: str | None) -> None:
-    from upswing.envs.tool_env import PROTOCOLS
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a model is used to be talked to."""
 
-    places = ("template", "system", "nowhere")
-    for name, value, allowed in (("protocol", protocol, PROTOCOLS), ("tools-in", tools_in, places)):
-        if value not in allowed:
+    protocol: str = "hermes"
+    tools_in: str = "template"
+    system: str = ""
+    """The system message that it is used to."""
+    turn_tokens: int = 1024
+    context_tokens: int | None = None
+    """None: the model's."""
+
+
+def manner_of(recipe: Recipe, *, ask: bool = True) -> Manner:
+    """As a run's model was trained: by its agent program's section, else as its environment opens a task, which isn't
+    tried unless `ask`. Raises ConfigError when that can't be."""
+    limits = recipe.limits
+    known = Manner(turn_tokens=limits.turn_tokens, context_tokens=limits.context_tokens)
+    if recipe.agent is not None:
+        return replace(known, protocol=recipe.agent.protocol, tools_in=recipe.agent.tools_in)
+    env = environment_factory(recipe.env.name, recipe.env.args)()
+    known = replace(known, protocol=getattr(env, "protocol", known.protocol))
+    if not ask:
+        return known
+    try:
+        opening = asyncio.run(_opening(env, recipe))
+    except Exception as problem:
+        said = " ".join(f"{type(problem).__name__}: {problem}".split())
+        why = f"environment '{recipe.env.name}' can't open a task here, to show how its tools are told ({said})"
+        raise ConfigError(f"--tools-in: {why}; say it: {', '.join(PLACES)}") from problem
+    system = "\n\n".join(one.content for one in opening.messages if one.role == "system")
+    return replace(known, tools_in="template" if opening.tools else "nowhere", system=system)
+
+
+async def _opening(env: Environment, recipe: Recipe) -> Observation:
+    """What the environment itself says before a task's own messages."""
+    task = Task(id="", messages=()) if recipe.dataset else next(env.tasks("train", recipe.seed))
+    try:
+        found: Observation = await call_env(
+            env.reset, replace(task, messages=()), recipe.seed, timeout_s=recipe.limits.env_timeout_s
+        )
+    finally:
+        await call_env(env.close, timeout_s=recipe.limits.env_timeout_s)
+    return found
+
+
+def _check_choices(protocol: str | None, tools_in: str | None, quantize: str | None) -> None:
+    for name, value, allowed in (("protocol", protocol, PROTOCOLS), ("tools-in", tools_in, PLACES)):
+        if value is not None and value not in allowed:
             raise ConfigError(f"--{name} is '{value}'; allowed: {', '.join(allowed)}")
     if quantize not in (None, "int8"):
         raise ConfigError(f"--quantize is '{quantize}'; allowed: int8")

@@ -34,20 +34,32 @@ class LoadedModel:
         return stop_token_ids(self.model, self.tokenizer)
 
 
-def load_model(spec: str, *, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Load model and tokenizer. `dtype` None is float32.
+def load_tokenizer(spec: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, with another chat template if one is given. Raises as `load_model` does."""
+    path = resolve_model(spec)
+    try:  # broken files raise many kinds: transformers', tokenizers' and safetensors' own, KeyError, RuntimeError
+        tokenizer: Any = tiny_tokenizer() if spec == TINY else AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {first_line(error)}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    held: PreTrainedTokenizerBase = tokenizer
+    return held
+
+
+def load_model(
+    spec: str, *, dtype: torch.dtype | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> LoadedModel:
+    """Load model and tokenizer, unless that is there already. `dtype` None is float32.
 
     Raises ModelNotFound (see `resolve_model`) and ConfigError for a model that can't be used.
     """
     dtype = dtype or torch.float32
+    tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
     if spec == TINY:
-        return LoadedModel(tiny_model(dtype), tiny_tokenizer(), Path(TINY), spec)
+        return LoadedModel(tiny_model(dtype), tokenizer, Path(TINY), spec)
     path = resolve_model(spec)
     factory: Any = AutoModelForCausalLM
-    try:  # broken files raise many kinds: transformers', tokenizers' and safetensors' own, KeyError, RuntimeError
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise ConfigError(f"model '{spec}': no usable tokenizer in {path}: {first_line(error)}") from error
     try:
         with no_progress_bars():
             model, report = factory.from_pretrained(

@@ -78,6 +78,9 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
         verifier.model_copy(update={"name": found_spec(verifier.name, f"verifiers.{index}.name")})
         for index, verifier in enumerate(recipe.verifiers)
     )
+    template = recipe.chat_template
+    if template is not None and not is_jinja(template):
+        template = _template(found(template, "chat_template"), source)
     agent = recipe.agent
     if agent is not None and agent.function is not None:
         agent = agent.model_copy(update={"function": found_spec(agent.function, "agent.function")})
@@ -91,7 +94,23 @@ def _with_files(recipe: Recipe, source: str, folder: Path) -> Recipe:
         if isinstance(stage, PairStage) and stage.file is not None:
             stages[index] = stage.model_copy(update={"file": found(stage.file, f"stages.{index}.file")})
     found_all = {"env": env, "agent": agent, "verifiers": verifiers, "dataset": dataset, "stages": tuple(stages)}
-    return recipe.model_copy(update=found_all)
+    return recipe.model_copy(update={**found_all, "chat_template": template})
+
+
+def is_jinja(text: str) -> bool:
+    """Whether it is a template, not the path of one."""
+    return "{%" in text or "{{" in text
+
+
+def _template(path: str, source: str) -> str:
+    """The file's text, so that a run keeps the template that it began with. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{source}: chat_template: can't read '{path}' ({problem})") from None
+    if not is_jinja(text):
+        raise ConfigError(f"{source}: chat_template: '{path}' is no Jinja template: neither {{{{ nor {{% is in it")
+    return text
 
 
 def _not_found(path: Path) -> str:

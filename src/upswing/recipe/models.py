@@ -136,6 +136,9 @@ class Recipe(Section):
     model: Text = Field(
         description="The base model: smollm2-135m, tiny, a Hugging Face folder or hub id, or a GGUF file."
     )
+    chat_template: Text | None = null(
+        "The chat template, in place of the tokenizer's own: a Jinja file, or its text. Checkpoints keep it."
+    )
     seed: Int = opt(0, "Everything random is derived from it.")
     env: EnvSection = Field(description="The environment.")
     dataset: DatasetSection | None = null("Tasks for an environment without tasks of its own.")

@@ -27,8 +27,8 @@ from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
 from upswing.learn.precision import native_bf16
-from upswing.models.load import load_model
-from upswing.models.resolve import resolve_model
+from upswing.models.load import load_model, load_tokenizer
+from upswing.models.resolve import TINY, resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import (
@@ -87,7 +87,9 @@ class RunResult:
 def check(recipe: Recipe) -> World:
     """Everything that can be found wrong without loading the model. Raises ConfigError."""
     check_ranks(recipe)
-    resolve_model(recipe.model, download=False)
+    folder = resolve_model(recipe.model, download=False)
+    if recipe.model == TINY or (folder / "tokenizer_config.json").is_file():  # else it is fetched first
+        _renderer(recipe)
     if recipe.engine.quantize is not None:
         check_int8(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if recipe.agent is not None:
@@ -188,8 +190,20 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
         raise
 
 
+def _renderer(recipe: Recipe) -> ChatRenderer:
+    """Of the model's tokenizer; no weights are read. Raises ConfigError when no chat can be had with it."""
+    tokenizer = load_tokenizer(recipe.model, recipe.chat_template)
+    try:
+        renderer = ChatRenderer(tokenizer)
+        renderer.end_of_turn_id()
+    except ConfigError as problem:
+        raise ConfigError(f"chat_template: {problem}") from None
+    return renderer
+
+
 def _with_model(recipe: Recipe, out: Path, world: World, log: Progress, engine: AnyEngine | None) -> RunContext:
-    loaded = load_model(recipe.model)
+    renderer = _renderer(recipe)
+    loaded = load_model(recipe.model, tokenizer=renderer.tokenizer)
     if engine is None:
         engine = TorchEngine.from_model(loaded.model, tokenizer=loaded.tokenizer, **engine_options(recipe))
     play_env, rubric = world.make_env, world.rubric
@@ -202,8 +216,8 @@ def _with_model(recipe: Recipe, out: Path, world: World, log: Progress, engine: 
     rollouts = (RestingRollouts if recipe.engine.sleep else Rollouts)(
         make_env=play_env,
         rubric=rubric,
-        renderer=ChatRenderer(loaded.tokenizer),
-        end_tokens=loaded.stop_tokens,
+        renderer=renderer,
+        end_tokens=renderer.end_tokens(loaded.stop_tokens),
         limits=Limits(**limits.model_dump(exclude={"max_retries"})),
         engine=engine,
         max_concurrent=min(recipe.engine.max_slots * recipe.cluster.engines, engine.kv_tokens // tokens),
@@ -262,12 +276,12 @@ def eval_checkpoint(
 
 def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunContext], Awaitable[T]]) -> T:
     """What `work` makes of a recipe's context with another base model, without a run folder."""
-    world = check(recipe)
+    here = recipe.model_copy(update={"model": model, "cluster": ClusterSection()})
+    world = check(here)
     if recipe.engine.kind == "openai" and model != recipe.model:
         raise ConfigError(f"engine.kind: an openai server can't be given '{model}'; use torch, vllm or sglang")
 
     async def worked(scratch: Path) -> T:
-        here = recipe.model_copy(update={"model": model, "cluster": ClusterSection()})
         context = _context(here, scratch, world, log)
         try:
             if recipe.engine.url is not None and context.engine.capabilities.weight_updates:
