@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 from upswing.errors import ConfigError
 from upswing.monitor.progress import Progress
 from upswing.recipe import Recipe, recipe_from
+from upswing.stages import runner
 from upswing.stages.runner import run_recipe
+from upswing.stages.sft import _demonstrations
 from upswing.trajectory.store import TrajectoryStore
+from upswing.trajectory.types import Trajectory
 from upswing.world import preflight
 
 
@@ -63,3 +67,35 @@ def test_a_dataset_is_its_own_choice_of_tasks(tmp_path: Path) -> None:
     data = {**recipe(task_args={"alias_frac": 0.0}).to_dict(), "dataset": str(rows)}
     with pytest.raises(ConfigError, match=r"task_args: got alias_frac without effect: tasks are the dataset's rows"):
         preflight(recipe_from(data))
+
+
+def demonstrated(out: Path, **limits: int) -> list[Trajectory]:
+    """Demonstrations of one and two turns' searches, without the training."""
+    one = recipe(task_args={"alias_frac": 0.3})
+    one = recipe_from({**one.to_dict(), "limits": limits})
+    context = runner._context(one, out, runner.check(one), Progress(quiet=True))
+    training, validation = asyncio.run(_demonstrations(context, one.stages[0]))  # type: ignore[arg-type]
+    assert (len(training), len(validation)) == (12, 4)
+    return [*training, *validation]
+
+
+def test_demonstrations_that_the_agent_would_be_cut_in_are_left_out_and_counted(tmp_path: Path) -> None:
+    """RL's limits cut a longer play, so it can't be learned."""
+    totals = [len(play.branches[-1]) for play in demonstrated(tmp_path / "all")]
+    short = sorted(set(totals))[-2]  # only the longest are beyond
+    kept = demonstrated(tmp_path / "some", context_tokens=short, turn_tokens=short)
+    assert max(len(play.branches[-1]) for play in kept) == short < max(totals)
+    assert len({play.task.id for play in kept}) == 16
+    said = (tmp_path / "some" / "events.log").read_text()
+    assert "16 demonstrations kept, 0 rejected below 1, " in said
+    assert "left out as longer than limits.turn_tokens or context_tokens" in said
+    assert "left out" not in (tmp_path / "all" / "events.log").read_text()
+
+
+@pytest.mark.parametrize("limits", [{"turn_tokens": 3}, {"turn_tokens": 8, "context_tokens": 20}])
+def test_demonstrations_that_are_mostly_too_long_are_refused(tmp_path: Path, limits: dict[str, int]) -> None:
+    words = (
+        r"stages.sft.demonstrations: 16 of 16 are longer .* \(turn_tokens \d+, context_tokens \d+\): up to \d+ tokens"
+    )
+    with pytest.raises(ConfigError, match=words):
+        demonstrated(tmp_path, **limits)

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from upswing.errors import ConfigError
 from upswing.learn.learner import Learner
 from upswing.learn.rows import TrainRow
 from upswing.learn.schedule import Schedule
 from upswing.learn.sharded import make_learner
 from upswing.recipe import SftStage
+from upswing.recipe.models import LimitsSection
 from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
 from upswing.stages.graduation import Verdict, examine, flatness
@@ -71,29 +74,63 @@ async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str,
 
 
 async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Trajectory], list[Trajectory]]:
-    """(training, validation) trajectories of the expert that reached `min_reward`; both from the train split."""
+    """(training, validation) trajectories of the expert that reached `min_reward`; both from the train split.
+
+    Left out is what the agent couldn't do within the limits: taught, it would be cut. Raises ConfigError when too few
+    are left, or more than half are too long.
+    """
+    limits, tasks = context.recipe.limits, demonstration_tasks(context.recipe, stage, context.tasks.stream)
     seed = derive_seed(context.recipe.seed, "demonstrations", stage.demonstrations_seed)
     wanted = stage.demonstrations + stage.validation_demonstrations
+    stream = iter(tasks("train", seed))
+    kept, long, rejected = list[Trajectory](), list[Trajectory](), list[Trajectory]()
     with context.progress.task(f"{stage.name}: demonstrations", total=wanted, unit="demo") as shown:
-        kept, rejected = await context.rollouts.demonstrations(
-            demonstration_tasks(context.recipe, stage, context.tasks.stream)("train", seed),
-            count=wanted,
-            seed=seed,
-            min_reward=stage.min_reward,
-            make_env=demonstration_env(context.recipe, stage),
-            on_done=lambda trajectory: shown.advance(1),
+        while (asked := wanted - len(kept)) and len(long) <= len(kept):
+            played, failed = await context.rollouts.demonstrations(
+                stream,
+                count=asked,
+                seed=seed,
+                min_reward=stage.min_reward,
+                make_env=demonstration_env(context.recipe, stage),
+                on_done=lambda trajectory: shown.advance(_fits(trajectory, limits)),
+            )
+            rejected += failed
+            for one in played:
+                (kept if _fits(one, limits) else long).append(one)
+            if len(played) < asked:  # no more tasks, or too bad an expert
+                break
+    if len(long) > len(kept):
+        turn, total = (max(found) for found in zip(*map(_size, long), strict=True))
+        raise ConfigError(
+            f"stages.{stage.name}.demonstrations: {len(long)} of {len(long) + len(kept)} are longer than the agent's "
+            f"limits (turn_tokens {limits.turn_tokens}, context_tokens {limits.context_tokens}): up to {turn} tokens a "
+            f"turn, {total} in all; raise the limits, or shorten the expert's turns"
         )
     if len(kept) < wanted:
         errors = [t.error for t in rejected if t.error]
         broken = f"; {len(errors)} errored, the first with {errors[0]}" if errors else ""
         raise ConfigError(
             f"stages.{stage.name}.demonstrations: asked for {wanted} (validation included), but only {len(kept)} of "
-            f"{len(kept) + len(rejected)} expert trajectories reached reward {stage.min_reward:g}; lower min_reward or "
-            f"demonstrations, or mend the expert{broken}"
+            f"{len(kept) + len(long) + len(rejected)} expert trajectories reached reward {stage.min_reward:g}"
+            f"{f' within the limits ({len(long)} are longer)' if long else ''}; lower min_reward or demonstrations, or "
+            f"mend the expert{broken}"
         )
     context.store.append(stage.name, 0, kept)
-    context.note(f"{stage.name}: {wanted} demonstrations kept, {len(rejected)} rejected below {stage.min_reward:g}")
+    too_long = f", {len(long)} left out as longer than limits.turn_tokens or context_tokens" if long else ""
+    left_out = f"{len(rejected)} rejected below {stage.min_reward:g}{too_long}"
+    context.note(f"{stage.name}: {wanted} demonstrations kept, {left_out}")
     return kept[: stage.demonstrations], kept[stage.demonstrations :]
+
+
+def _size(play: Trajectory) -> tuple[int, int]:
+    """Tokens of its longest turn, and of its longest branch."""
+    turns = [int(np.bincount(branch.turn[branch.sampled], minlength=1).max()) for branch in play.branches]
+    return max(turns, default=0), max(map(len, play.branches), default=0)
+
+
+def _fits(play: Trajectory, limits: LimitsSection) -> bool:
+    turn, total = _size(play)
+    return turn <= limits.turn_tokens and total <= limits.context_tokens
 
 
 def _batches(rows: Sequence[TrainRow], size: int, seed: int) -> Iterator[list[TrainRow]]:
