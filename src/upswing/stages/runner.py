@@ -7,6 +7,8 @@ import datetime
 import json
 import os
 import platform
+import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -147,7 +149,7 @@ def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
     last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*")), default=0.0)
     context = _context(recipe, out, world, log)  # before the folder is this recipe's: a refused one can be corrected
     replace_file(out / RECIPE, recipe.dump())
-    replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe), indent=1))
+    replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe, read_json(out / ENVIRONMENT) or {}), indent=1))
     try:
         asyncio.run(_run(context, last_sign_of_life))
     finally:
@@ -243,11 +245,12 @@ def _with_model(recipe: Recipe, out: Path, world: World, log: Progress, engine: 
     )
 
 
-def _environment(recipe: Recipe) -> dict[str, Any]:
-    """What a run ran on."""
+def _environment(recipe: Recipe, before: dict[str, Any]) -> dict[str, Any]:
+    """What a run ran on; `before`: the same of the process that it goes on from."""
     return {
         "upswing": version("upswing"),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commits": list(dict.fromkeys([*before.get("commits", []), *_commit()])),
+        "started": before.get("started") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -257,6 +260,15 @@ def _environment(recipe: Recipe) -> dict[str, Any]:
         "native_bf16": native_bf16(),
         "seed": recipe.seed,
     }
+
+
+def _commit() -> list[str]:
+    """Of the checkout that this code is in; none of an installed package."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return []
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
+    return done.stdout.split()
 
 
 def eval_checkpoint(
