@@ -100,6 +100,8 @@ async def test_a_stream_tells_the_same_as_an_answer_in_one_piece(serve) -> None:
         ({"n": 2}, "n 2 isn't supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"tool_choice": "required"}, "can't be forced"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "can't be forced"),
         ({"max_tokens": 0}, "at least 1"),
         ({"stop": [""]}, "none empty"),
         ({"messages": []}, "at least one message"),
@@ -138,7 +140,7 @@ async def test_what_cannot_be_done_is_refused_in_words(serve, more, words) -> No
 
 async def test_harmless_extras_are_let_through(serve) -> None:
     served = serve(["yes"])
-    more = {"n": 1, "presence_penalty": 0, "user": "me", "parallel_tool_calls": False, "tool_choice": "required"}
+    more = {"n": 1, "presence_penalty": 0, "user": "me", "parallel_tool_calls": False, "tool_choice": "auto"}
     assert (await served.ask([USER], **more)).choices[0].message.content == "yes"
     assert finished(served.session).state["ignored_parameters"] == ["parallel_tool_calls", "user"]
 

@@ -191,11 +191,16 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
 
 def _read_request(body: Mapping[str, Any]) -> ChatRequest:
     """A body of `chat/completions`, checked. Raises Refused for what is wrong or would be ignored to the answer's
-    cost. `tool_choice` is never forced: `required` or a named tool is for the policy to learn."""
+    cost."""
     for name, harmless in UNSUPPORTED.items():
         if (value := body.get(name)) is not None and value not in harmless:
             allowed = f"; allowed: {', '.join(map(json.dumps, harmless))}" if harmless else "; use tools"
             raise Refused(f"{name} {json.dumps(value):.80} isn't supported by the training proxy{allowed}")
+    if (choice := body.get("tool_choice") or "auto") not in ("auto", "none"):
+        raise Refused(
+            f"tool_choice {json.dumps(choice):.80} isn't supported: a call can't be forced on a policy, which is sampled "
+            'as it is; allowed: "auto", "none"'
+        )
     said = body.get("messages")
     if not isinstance(said, list) or not said:
         raise Refused("messages must be a list of at least one message")
@@ -210,7 +215,7 @@ def _read_request(body: Mapping[str, Any]) -> ChatRequest:
     return ChatRequest(
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(said)),
         tools=tuple(tools),
-        may_call=bool(tools) and body.get("tool_choice") != "none",
+        may_call=bool(tools) and choice != "none",
         max_tokens=_max_tokens(body),
         stop=_stop(body.get("stop")),
         ignored=frozenset(k for k, v in body.items() if v is not None and k not in READ and k not in UNSUPPORTED),
@@ -277,7 +282,7 @@ def _call(value: Any, where: str) -> ToolCall:
 
 def whole(body: Mapping[str, Any], turn: ChatTurn, scored: Any) -> dict[str, Any]:
     """The answer in one piece."""
-    content = None if turn.reply.calls else turn.reply.content
+    content = turn.reply.content or (None if turn.reply.calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning

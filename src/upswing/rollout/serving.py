@@ -1,15 +1,17 @@
 """A model behind OpenAI's chat completions: the training proxy's reading and writing, one session a request.
 
-Nothing is kept between requests but the engine's cache, which finds what a conversation shares with its last turn.
+Between requests the engine's cache is kept, and the ids of the newest turns by what had been said up to them: a client
+that sends its history again has the model see its own turns as it said them, as in training.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +31,13 @@ from upswing.rollout.proxy import (
     while_connected,
     whole,
 )
-from upswing.rollout.sessions import ChatTurn, Refused, Session
+from upswing.rollout.sessions import ChatMessage, ChatRequest, ChatTurn, Refused, Session
 from upswing.trajectory.render import ChatRenderer
 from upswing.verify.deadline import to_its_end
 
 MAX_N = 64
+MAX_HELD = 4096
+"""Turns whose ids are kept."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +51,11 @@ class Serving:
     limits: Limits
     protocol: str = "hermes"
     tools_in: str = "template"
-    _numbers: Any = field(default_factory=itertools.count)
+    system: str = ""
+    """The system message that the model is used to: it stands first where messages lack it."""
+    # At random, or calls of before a restart could have the ids of new ones.
+    _numbers: Any = field(default_factory=lambda: itertools.count(random.getrandbits(40)))
+    _held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
 
     def app(self) -> Starlette:
         return Starlette(
@@ -66,11 +74,12 @@ class Serving:
         try:
             body = parse_body(await http.body())
             sampling, count = read_sampling(body, self.limits.turn_tokens)
-            request = read_request({key: value for key, value in body.items() if key != "n"})
-            number = next(self._numbers)
-            sessions = [
-                self._session(f"chat-{number}-{i}", replace(sampling, seed=sampling.seed + i)) for i in range(count)
+            request = self._opened(read_request({key: value for key, value in body.items() if key != "n"}))
+            keys = [message.key for message in request.messages]
+            known = [
+                (key, ids) for key, so_far in zip(keys, _digests(keys), strict=True) if (ids := self._held.get(so_far))
             ]
+            sessions = [self._session(replace(sampling, seed=sampling.seed + i), known) for i in range(count)]
             asked = asyncio.gather(*(one.ask(request, digest=b"", retry=False) for one in sessions))
             turns = await while_connected(http, asked)
         except Refused as refused:
@@ -81,14 +90,29 @@ class Serving:
             await to_its_end(_close(sessions))
         if turns is None:
             return Response(status_code=499)  # nobody reads it
+        for turn in turns:
+            *_, so_far = _digests([*keys, turn.reply.key])
+            self._held[so_far] = turn.completion.tokens
+        while len(self._held) > MAX_HELD:
+            del self._held[next(iter(self._held))]
         scored = [token_logprobs(self.renderer, turn) if body.get("logprobs") else None for turn in turns]
         if body.get("stream"):
             return StreamingResponse(stream(body, turns[0], scored[0]), media_type="text/event-stream")
         return JSONResponse(_merged(body, turns, scored))
 
-    def _session(self, name: str, sampling: Sampling) -> Session:
-        return Session(
-            name=name,
+    def _opened(self, request: ChatRequest) -> ChatRequest:
+        """With the system message that the model is used to."""
+        said = request.messages
+        first = said[0].content if said[0].role == "system" else ""
+        if self.system in first:
+            return request
+        opening = ChatMessage(role="system", content="\n\n".join(part for part in (self.system, first) if part))
+        return replace(request, messages=(opening, *said[said[0].role == "system" :]))
+
+    def _session(self, sampling: Sampling, known: Iterable[tuple[str, tuple[int, ...]]]) -> Session:
+        number = next(self._numbers)
+        session = Session(
+            name=f"chat-{number}",
             engine=self.engine,
             sampling=replace(sampling, stop_tokens=self.end_tokens),
             renderer=self.renderer,
@@ -97,7 +121,19 @@ class Serving:
             seed=sampling.seed,
             protocol=self.protocol,
             tools_in=self.tools_in,
+            first_turn=number,
         )
+        for key, ids in known:
+            session.hold(key, ids)
+        return session
+
+
+def _digests(keys: Iterable[str]) -> Iterator[bytes]:
+    """Of each message with all before it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for key in keys:
+        digest.update(key.encode() + b"\0")
+        yield digest.digest()
 
 
 async def _close(sessions: Iterable[Session]) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from upswing.engine.base import Completion, Engine, FinishReason, Sampling
 from upswing.envs.parsers import HermesParser, LlamaJsonParser, PythonParser, QwenXmlParser, TagsParser
-from upswing.envs.parsing import THINK_CLOSE, THINK_OPEN, CallParser, neutralize
+from upswing.envs.parsing import CALL_OPEN, THINK_CLOSE, THINK_OPEN, CallParser, neutralize
 from upswing.envs.tool_env import INVALID_PREFIX
 from upswing.envs.tools import takes_text
 from upswing.errors import ConfigError
@@ -58,8 +58,9 @@ class ChatMessage:
     @cached_property
     def key(self) -> str:
         """Equal for messages that say the same: clients change how arguments are spelled, and white space around an
-        assistant's text; most drop its reasoning, which is therefore no part of it."""
+        assistant's text; most drop its reasoning, and some what it says beside calls, which are no part of it."""
         content = self.content.strip() if self.role == "assistant" else self.content
+        content = "" if self.calls else content
         calls = [(call.id, call.name, call.arguments) for call in self.calls]
         return json.dumps([self.role, content, calls, self.answers], sort_keys=True)
 
@@ -84,7 +85,7 @@ class ChatTurn:
     """One turn of the policy, and what the program is told of it."""
 
     index: int
-    """0-based, over all strands, in the order in which turns were finished."""
+    """From `Session.first_turn` on, over all strands, in the order in which turns were finished."""
     completion: Completion
     num_prompt: int
     reply: ChatMessage
@@ -166,6 +167,8 @@ class Session:
     tools_in: str = "template"
     """Where the policy reads of its tools: `template`, `system` or `nowhere`."""
     max_turns: int = 50
+    first_turn: int = 0
+    """The number of its first turn; a trajectory's is 0. Ids of calls are made of them."""
     turns: list[ChatTurn] = field(default_factory=list)
     records: list[ToolRecord] = field(default_factory=list)
     refusal: tuple[StopReason, str] | None = None
@@ -186,6 +189,10 @@ class Session:
     _running: set[asyncio.Task[ChatTurn]] = field(default_factory=set)
     _asked: int = 0
     _heard: float = field(default_factory=time.perf_counter)
+
+    def hold(self, key: str, ids: tuple[int, ...]) -> None:
+        """Take the message with this key for a turn that the policy said in these ids."""
+        self._held.setdefault(key, []).append(ids)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -294,7 +301,7 @@ class Session:
         ended: bool,
         own_limit: bool,
     ) -> ChatTurn:
-        index = len(self.turns)
+        index = self.first_turn + len(self.turns)
         reply, reasoning = self._read(text, request, index) if ended else (_said(text), "")
         finish = "length" if not ended else "tool_calls" if reply.calls else "stop"
         turn = ChatTurn(
@@ -310,7 +317,7 @@ class Session:
         strand.turns.append(index)
         strand.keys.append(reply.key)
         strand.answered = True
-        self._held.setdefault(reply.key, []).append(completion.tokens)
+        self.hold(reply.key, completion.tokens)
         self._unanswered.update({call.id: (call, turn) for call in reply.calls})
         self.refusal = None
         return turn
@@ -324,11 +331,18 @@ class Session:
         reasoning = before.strip().removeprefix(THINK_OPEN).strip() if found else ""
         if parsed.calls and not parsed.call_errors and request.may_call:
             calls = tuple(replace(call, id=f"call_{index}_{n}") for n, call in enumerate(parsed.calls))
-            return ChatMessage(role="assistant", calls=calls), reasoning
+            return ChatMessage(role="assistant", content=self._aloud(text, calls[0]), calls=calls), reasoning
         if parsed.answer is not None:
             return _said(parsed.answer), reasoning
         self.counts["invalid_calls"] += request.may_call
         return _said(text), ""
+
+    def _aloud(self, text: str, call: ToolCall) -> str:
+        """What a turn says before its first call, the reasoning aside."""
+        marks = {"tags": f"<{call.name}>", "llama3_json": "<|python_tag|>", "python": None}
+        mark = marks.get(self.protocol, CALL_OPEN)
+        before, found, _ = text.rpartition(THINK_CLOSE)[2].partition(mark) if mark else ("", "", "")
+        return before if found else ""
 
     def _note_results(self, request: ChatRequest) -> None:
         """Records of the calls that this request answers for the first time."""
@@ -407,8 +421,9 @@ class Session:
             name = names.get(said.answers)
             content = neutralize(said.content, parser.markers)
             return Message(role="tool", content=content, name=name if name in known else None)
-        parts = [said.content, parser.render(said.calls) if said.calls else ""]
-        return Message(role=said.role, content="\n".join(part for part in parts if part))
+        calls = parser.render(said.calls) if said.calls else ""
+        between = "\n" if calls and said.content and not said.content[-1].isspace() else ""
+        return Message(role=said.role, content=said.content + between + calls)
 
     # -- what it comes to ---------------------------------------------------------------------------------------------
 
