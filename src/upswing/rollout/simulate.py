@@ -1,7 +1,8 @@
 """Predicts step time, utilisation and staleness by playing the real scheduler in virtual time.
 
 Only what takes time is simulated: engines, tools, learners and the weights' way between them. The clock jumps to
-whatever happens next, so a thousand devices cost seconds.
+whatever happens next. Groups are asyncio tasks, as the scheduler wants them; the trajectories in them are not, for a
+task each would cost more than all the rest.
 """
 
 from __future__ import annotations
@@ -9,73 +10,26 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import random
-import selectors
 import statistics
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from upswing.rollout.scheduler import Pace, Scheduler
-
-T = TypeVar("T")
-
-
-# -- virtual time ---------------------------------------------------------------------------------------------------
-
-
-class _Jump(selectors.SelectSelector):
-    """Waits by moving the clock; for threads it really waits, and the clock stands."""
-
-    now = 0.0
-    threads = 0
-    """Calls in threads that haven't returned."""
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if self.threads and timeout != 0:
-            return super().select(None)
-        if timeout is None:
-            raise RuntimeError("nothing is left that could happen: everything waits for something else")
-        self.now += max(0.0, timeout)
-        return super().select(0)
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self) -> float:
-        return self._jump.now
-
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        future = super().run_in_executor(executor, func, *args)
-        self._jump.threads += 1
-        future.add_done_callback(lambda _: setattr(self._jump, "threads", self._jump.threads - 1))
-        return future
-
-    async def shutdown_default_executor(self, *args: Any) -> None:
-        self._jump.threads += 1  # it waits for them in one of its own
-        await super().shutdown_default_executor(*args)
-        self._jump.threads -= 1
-
-
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time: sleeping takes none, nor does work in threads. Sockets have no place in it."""
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
-        return runner.run(main)
-
+from upswing.rollout.virtual import run_virtual
 
 # -- what takes time ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """One turn of a trajectory."""
 
     new_tokens: int
-    """Prompt tokens that the engine hasn't read yet: the prompt, or the last tool's result."""
+    """What the engine hasn't read yet: the prompt, which a group shares, or the last tool's result."""
     sampled_tokens: int
     tool_s: float = 0.0
 
@@ -93,9 +47,11 @@ class Costs:
     row_s: float
     """More for each further completion in the batch."""
     prefill_token_s: float
-    """A prompt token."""
+    """A token that is only read; meanwhile nothing is sampled."""
     train_token_s: float
     """Learning from a token, prompts included, on one learner device."""
+    cache_token_s: float = 0.0
+    """More for each token that a running completion has in the cache: reading its keys and values."""
     sync_s: float = 0.0
     """New weights to the engines, which stand still meanwhile."""
 
@@ -107,67 +63,152 @@ class Layout:
     engines: int
     learners: int
     slots: int = 64
-    """Completions an engine runs at once; more wait."""
+    """Completions an engine runs at once. As many trajectories an engine are in play, their tools' time included."""
     shared: bool = False
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Stream:
+    """A trajectory as its engine sees it."""
+
+    group: Any = field(default_factory=object)
+    """Whose members have the same prompt, the first turn's new tokens."""
+    prompt: int | None = None
+    """None: the first turn hasn't begun."""
+    own: int = 0
+    """Tokens after the prompt, those that are being sampled left out."""
+    turn: Turn = Turn(new_tokens=0, sampled_tokens=0)
+    row_s: float = 0.0
+    """What it adds to a step."""
+    then: Callable[[], None] = lambda: None
+
+
 class SimulatedEngine:
-    """All running completions advance a token a step; a step takes longer the more there are."""
+    """All running completions advance a token a step, which takes longer the more there are and the more they have
+    cached. New tokens are read before that, and everybody waits meanwhile. What is cached isn't read again until
+    new weights come."""
 
     def __init__(self, costs: Costs, slots: int) -> None:
         self.costs, self.slots = costs, slots
         self.busy_s = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self.load = 0
+        """Trajectories that are to be played here; for whoever hands them out."""
+        loop: Any = asyncio.get_running_loop()
+        self._time: Callable[[], float] = loop.time
+        self._at: Callable[..., Any] = getattr(loop, "later", loop.call_at)
+        self._running: list[tuple[float, int, Stream]] = []
+        """A heap, by the step at which they end."""
+        self._waiting: deque[Stream] = deque()
+        self._cached: set[object] = set()
+        """Streams, and groups for their prompts."""
         self._numbers = itertools.count()
-        self._steps, self._last = 0.0, self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
+        self._steps, self._last = 0.0, self._time()
+        self._row_s = self._prefill_s = 0.0
+        self._wake = math.inf
 
-    @property
-    def load(self) -> int:
-        return len(self._running) + len(self._waiting)
+    async def generate(self, turn: Turn, stream: Stream | None = None) -> None:
+        """Take a turn. Without a `stream` of its own it has nothing in the cache."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        mine = stream or Stream()
+        self.begin(mine, turn, lambda: None if done.done() else done.set_result(None))
+        try:
+            await done
+        except BaseException:
+            self.drop(mine)
+            raise
 
-    def _step_s(self) -> float:
-        return self.costs.step_s + self.costs.row_s * (len(self._running) - 1)
-
-    def _catch_up(self) -> None:
-        now = self._loop.time()
-        if self._running and now > self._last:
-            self._steps += (now - self._last) / self._step_s()
-            self.busy_s += now - self._last
-        self._last = max(now, self._last)
-
-    async def generate(self, turn: Turn) -> None:
-        steps = turn.sampled_tokens + turn.new_tokens * self.costs.prefill_token_s / self.costs.step_s
-        done: asyncio.Future[None] = self._loop.create_future()
+    def begin(self, stream: Stream, turn: Turn, then: Callable[[], None]) -> None:
+        """`then` is called when the turn has been sampled."""
         self._catch_up()
-        self._waiting.append((steps, done))
+        stream.turn, stream.then = turn, then
+        self._waiting.append(stream)
         self._admit()
-        await done
+
+    def forget(self, stream: Stream) -> None:
+        """Nothing more comes of it."""
+        self._cached.discard(stream)
+
+    def drop(self, stream: Stream) -> None:
+        """Cancel its turn, if it takes one."""
+        self._catch_up()
+        if stream in self._waiting:
+            self._waiting.remove(stream)
+        elif mine := [one for one in self._running if one[2] is stream]:
+            self._running.remove(mine[0])
+            heapq.heapify(self._running)
+            self._leave(stream)
+        self._admit()
 
     def stand_still(self, seconds: float) -> None:
         self._catch_up()
         self._last += seconds
-        self._admit()
+
+    def new_weights(self) -> None:
+        """The cache is worth nothing now; what runs is read again, prompts once a group."""
+        self._catch_up()
+        prompts = {stream.group: stream.prompt or 0 for *_, stream in self._running}
+        own = sum(stream.own + stream.turn.sampled_tokens - end + self._steps for end, _, stream in self._running)
+        self._prefill_s += (sum(prompts.values()) + own) * self.costs.prefill_token_s
+        self._cached = {*prompts, *(stream for *_, stream in self._running)}
+
+    def _step_s(self) -> float:
+        return self.costs.step_s - self.costs.row_s + self._row_s
+
+    def _catch_up(self) -> None:
+        now = self._time()
+        if now <= self._last:
+            return
+        passed, self._last = now - self._last, now
+        if self._running:
+            read = min(passed, self._prefill_s)
+            self._prefill_s -= read
+            self._steps += (passed - read) / self._step_s()
+            self.busy_s += passed
+
+    def _due(self) -> float:
+        """When the next one ends."""
+        return self._last + self._prefill_s + (self._running[0][0] - self._steps) * self._step_s()
+
+    def _leave(self, stream: Stream) -> None:
+        """One that ran."""
+        self._row_s -= stream.row_s
+        if not self._running:
+            self._row_s = self._prefill_s = 0.0
 
     def _admit(self) -> None:
+        costs = self.costs
         while self._waiting and len(self._running) < self.slots:
-            steps, done = self._waiting.popleft()
-            if not done.cancelled():
-                heapq.heappush(self._running, (self._steps + steps, next(self._numbers), done))
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._running:
-            left = max(0.0, self._running[0][0] - self._steps) * self._step_s()
-            self._timer = self._loop.call_at(max(self._last, self._loop.time()) + left, self._end)
+            stream = self._waiting.popleft()
+            new, sampled = stream.turn.new_tokens, stream.turn.sampled_tokens
+            if stream.prompt is None:
+                stream.prompt, new = new, 0
+            read = new if stream in self._cached else stream.own + new
+            read += 0 if stream.group in self._cached else stream.prompt
+            stream.own += new
+            self._cached.add(stream)
+            self._cached.add(stream.group)
+            self._prefill_s += read * costs.prefill_token_s
+            stream.row_s = costs.row_s + costs.cache_token_s * (stream.prompt + stream.own + sampled / 2)
+            self._row_s += stream.row_s
+            heapq.heappush(self._running, (self._steps + sampled, next(self._numbers), stream))
+        if self._running and (due := self._due()) < self._wake:
+            self._wake = due
+            self._at(due, self._on_wake, due)
 
-    def _end(self) -> None:
+    def _on_wake(self, due: float) -> None:
+        """At the time when one was due; what has come since may have put it off."""
+        if due != self._wake:
+            return
+        self._wake = math.inf
         self._catch_up()
-        while self._running and self._running[0][0] <= self._steps + 1e-9:
-            done = heapq.heappop(self._running)[2]
-            if not done.done():
-                done.set_result(None)
+        ended, now = [], self._time() + 1e-9
+        while self._running and self._due() <= now:
+            stream = heapq.heappop(self._running)[2]
+            stream.own += stream.turn.sampled_tokens
+            self._leave(stream)
+            ended.append(stream)
+        for stream in ended:
+            stream.then()
         self._admit()
 
 
@@ -212,9 +253,16 @@ class _World:
     seed: int
     scheduler: Scheduler[Played] = field(init=False)
     engines: list[SimulatedEngine] = field(init=False)
+    queue: deque[_Trajectory] = field(default_factory=deque)
+    """Those that wait for a place."""
+    over: bool = False
+    """What is cancelled now needn't be tidied up."""
 
     def start(self, pace: Pace) -> None:
         """Inside the event loop."""
+        self.loop: Any = asyncio.get_running_loop()
+        self.rng = random.Random(self.seed)
+        self.places = self.layout.slots * self.layout.engines
         self.engines = [SimulatedEngine(self.costs, self.layout.slots) for _ in range(self.layout.engines)]
         self.scheduler = Scheduler(
             play=self.group, pace=pace, staleness=lambda group: self.scheduler.version - group.oldest
@@ -222,23 +270,92 @@ class _World:
 
     async def group(self, number: int, attempt: int) -> Played:
         rng = random.Random(f"{self.seed}/{number}/{attempt}")
-        trajectories = [self.plays(rng) for _ in range(self.group_size)]
-        # The less busy of two, as routers do; all turns of a trajectory go to the engine that has its cache.
-        engines = [min(rng.choices(self.engines, k=2), key=lambda engine: engine.load) for _ in trajectories]
-        oldest = await asyncio.gather(*map(self._trajectory, trajectories, engines))
-        turns = [turn for one in trajectories for turn in one]
+        members = _Members(left=self.group_size, done=self.loop.create_future())
+        played = [_Trajectory(world=self, group=members, turns=self.plays(rng)) for _ in range(self.group_size)]
+        self.queue.extend(played)
+        self.admit()
+        try:
+            await members.done
+        except BaseException:
+            for one in () if self.over else played:
+                one.stop()
+            raise
+        turns = [turn for one in played for turn in one.turns]
         sampled = sum(turn.sampled_tokens for turn in turns)
-        return Played(
-            tokens=sampled + sum(turn.new_tokens for turn in turns), sampled_tokens=sampled, oldest=min(oldest)
-        )
+        tokens = sampled + sum(turn.new_tokens for turn in turns)
+        return Played(tokens=tokens, sampled_tokens=sampled, oldest=min(one.version for one in played))
 
-    async def _trajectory(self, turns: Sequence[Turn], engine: SimulatedEngine) -> int:
-        oldest = self.scheduler.version
-        for turn in turns:
-            await engine.generate(turn)
-            if turn.tool_s:
-                await asyncio.sleep(turn.tool_s)
-        return oldest
+    def admit(self) -> None:
+        while self.queue and self.places:
+            one = self.queue.popleft()
+            if not one.over:
+                self.places -= 1
+                one.begin()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Members:
+    """A group in play."""
+
+    left: int
+    done: asyncio.Future[None]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Trajectory(Stream):
+    """One in play."""
+
+    world: _World
+    turns: Sequence[Turn]
+    taken: int = 0
+    """Turns."""
+    engine: SimulatedEngine | None = None
+    """None: it waits for a place."""
+    version: int = 0
+    over: bool = False
+
+    def begin(self) -> None:
+        # The less busy of two, as the product does; it stays where its cache is.
+        two = self.world.rng.choices(self.world.engines, k=2)
+        self.engine, self.version = min(two, key=lambda engine: engine.load), self.world.scheduler.version
+        self.engine.load += 1
+        self._speak()
+
+    def _speak(self) -> None:
+        if self.engine is not None and not self.over:
+            self.engine.begin(self, self.turns[self.taken], self._spoken)
+
+    def _spoken(self) -> None:
+        tool_s = self.turns[self.taken].tool_s
+        self.taken += 1
+        after = self._end if self.taken == len(self.turns) else self._speak
+        if tool_s:
+            self.world.loop.later(self.world.loop.time() + tool_s, after)
+        else:
+            after()
+
+    def _end(self) -> None:
+        if not self.over:
+            self._leave()
+            self.group.left -= 1
+            if not self.group.left:
+                self.group.done.set_result(None)
+
+    def stop(self) -> None:
+        """Cancelled."""
+        if self.engine is not None and not self.over:
+            self.engine.drop(self)
+            self._leave()
+        self.over = True
+
+    def _leave(self) -> None:
+        """Give its place to the next one."""
+        self.over = True
+        assert self.engine is not None
+        self.engine.forget(self)
+        self.engine.load -= 1
+        self.world.places += 1
+        self.world.admit()
 
 
 def simulate(
@@ -273,6 +390,8 @@ async def _train(world: _World, pace: Pace, steps: int) -> Prediction:
         for engine in world.engines:
             engine.stand_still(costs.sync_s)
         await asyncio.sleep(costs.sync_s)
+        for engine in world.engines:
+            engine.new_weights()
         if step >= warm:
             stale += [scheduler.version - group.oldest for group in taken.groups]
             requeued += taken.counts.requeued
@@ -281,6 +400,7 @@ async def _train(world: _World, pace: Pace, steps: int) -> Prediction:
         scheduler.advance()
     total = loop.time() - since
     worked = [engine.busy_s - before for engine, before in zip(world.engines, busy, strict=True)]
+    world.over = True
     await scheduler.close()
     step_s, wait_s, update_s = (statistics.median(column) for column in zip(*rows, strict=True))
     return Prediction(
@@ -296,6 +416,10 @@ async def _train(world: _World, pace: Pace, steps: int) -> Prediction:
     )
 
 
+SEARCHED = 2048
+"""Trajectories a step with which the best split is searched for."""
+
+
 def best_split(
     devices: int,
     *,
@@ -306,28 +430,40 @@ def best_split(
     slots: int = 64,
     steps: int = 12,
     seed: int = 0,
+    engine_devices: int = 1,
+    learner_devices: int = 1,
 ) -> tuple[Layout, Prediction]:
     """The number of engines among `devices` with the shortest step: the optimum is where neither side waits for the
-    other, so a search by halves finds it."""
+    other, so a golden-section search finds it. One has `engine_devices`; learners take what is left, at least
+    `learner_devices`.
+
+    What is large is searched for in a smaller copy, with as much work a device, and played in full once."""
+    same: dict[str, Any] = {"plays": plays, "group_size": group_size, "costs": costs, "steps": steps, "seed": seed}
+    smaller = max(1.0, min(pace.batch * group_size / SEARCHED, devices / engine_devices / 16))
+    there, pace_there = round(devices / smaller), replace(pace, batch=max(1, round(pace.batch / smaller)))
     tried: dict[int, Prediction] = {}
+
+    def layout(devices: int, engines: int) -> Layout:
+        return Layout(engines=engines, learners=devices - engines * engine_devices, slots=slots)
 
     def step_s(engines: int) -> float:
         if engines not in tried:
-            layout = Layout(engines=engines, learners=devices - engines, slots=slots)
-            tried[engines] = simulate(
-                plays=plays, pace=pace, group_size=group_size, costs=costs, layout=layout, steps=steps, seed=seed
-            )
+            tried[engines] = simulate(pace=pace_there, layout=layout(there, engines), **same)
         return tried[engines].step_s
 
-    low, high = 1, devices - 1
+    low, high = 1, max(1, (there - math.ceil(learner_devices / smaller)) // engine_devices)
     while high - low > 2:
-        left, right = low + (high - low) // 3, high - (high - low) // 3
+        left, right = low + int(0.382 * (high - low)), high - int(0.382 * (high - low))
         if step_s(left) <= step_s(right):
             high = right
         else:
             low = left
     best = min(range(low, high + 1), key=step_s)
-    return Layout(engines=best, learners=devices - best, slots=slots), tried[best]
+    if smaller == 1:
+        return layout(devices, best), tried[best]
+    most = (devices - learner_devices) // engine_devices
+    found = layout(devices, min(most, max(1, round(best * devices / there))))
+    return found, simulate(pace=pace, layout=found, **same)
 
 
 def lognormal_plays(
