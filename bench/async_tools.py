@@ -3,17 +3,17 @@
     python bench/async_tools.py [--quick]
 
 Batches of 64 trajectories of three turns, each turn a completion of log-normal length (median 30 tokens) and a tool
-call of log-normal time with a heavy tail (median 1 s, mean 3 s, one in a hundred above 33 s). Both arms run Upswing's
+call of log-normal time with a heavy tail (median 1 s, mean 3 s, one in a hundred above 33 s). All arms run Upswing's
 own loop (`Rollouts`, its environments and renderer) in real time with the same draws and with 64 trajectories in
 play. In the synchronous arm a batch takes its turns together: nobody's next turn begins before everybody's tools have
-answered, and no batch before the last one has ended. In the asynchronous one a trajectory waits for nobody, and the
-next batch's begin where others end. The engine is simulated at the cost that the embedded engine has for SmolLM2-135M
-on this machine, measured first (a step with one completion, and more for each further one); everything is `SPEEDUP`
-times as fast.
+answered. The engine is simulated at the cost that the embedded engine has for SmolLM2-135M on this machine, measured
+first (a step with one completion, and more for each further one); everything is `SPEEDUP` times as fast.
 
-`async_vs_sync`: synchronous / asynchronous rollout time of all batches, median over rounds A B A B.
-`one_batch`: the same where only one batch is played, so that nothing is refilled. `fraction_of_bound`: what the
-simulator, which knows no overhead, says of the asynchronous arm, over what it took.
+- `async_vs_sync`: rollout time of a batch, synchronous / asynchronous, where a trajectory waits for nobody. Batches A B
+  A B; median over rounds.
+- `fraction_of_bound`: what the simulator, which knows no overhead, says of the asynchronous arm, over what it took.
+- `refilled_vs_sync`: the same, where the next trajectories begin when others end: batches taken from the `Scheduler`
+  with `max_staleness: 1`, which plays stale ones again. Time from the first batch on, a batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,14 @@ from upswing.models.load import load_model
 from upswing.models.tiny import tiny_tokenizer
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
-from upswing.rollout.simulate import Costs, SimulatedEngine, Turn, run_virtual
+from upswing.rollout.scheduler import Pace, Scheduler
+from upswing.rollout.simulate import Costs, SimulatedEngine, Stream, Turn
+from upswing.rollout.virtual import run_virtual
 from upswing.trajectory.render import ChatRenderer
-from upswing.trajectory.types import Message, StopReason, Task
+from upswing.trajectory.types import Group, Message, StopReason, Task
 from upswing.verify import Rubric
 
-TRAJECTORIES, TURNS, BATCHES = 64, 3, 4
+TRAJECTORIES, TURNS, BATCHES, STALENESS = 64, 3, 4, 1
 TOKENS, TOKEN_SPREAD = 30, 0.4
 TOOL_S, TOOL_SPREAD = 1.0, 1.5
 RESULT_TOKENS = 8
@@ -74,18 +76,14 @@ def measured_costs() -> Costs:
     return Costs(step_s=one, row_s=row, prefill_token_s=row, train_token_s=0.0)
 
 
-def draw(seed: int, batches: int) -> list[list[Turn]]:
-    rng = random.Random(seed)
+def draw(rng: random.Random) -> list[Turn]:
     return [
-        [
-            Turn(
-                new_tokens=RESULT_TOKENS,
-                sampled_tokens=max(2, round(TOKENS * rng.lognormvariate(0, TOKEN_SPREAD))),
-                tool_s=TOOL_S * rng.lognormvariate(0, TOOL_SPREAD),
-            )
-            for _ in range(TURNS)
-        ]
-        for _ in range(TRAJECTORIES * batches)
+        Turn(
+            new_tokens=RESULT_TOKENS,
+            sampled_tokens=max(2, round(TOKENS * rng.lognormvariate(0, TOKEN_SPREAD))),
+            tool_s=TOOL_S * rng.lognormvariate(0, TOOL_SPREAD) / SPEEDUP,
+        )
+        for _ in range(TURNS)
     ]
 
 
@@ -98,20 +96,20 @@ class CostEngine:
         self.plan, self.end = plan, end
         self.letter = tokenizer("a")["input_ids"][0]
         self.engine = SimulatedEngine(costs, TRAJECTORIES)
-        self.turn: dict[str | None, int] = {}
+        self.sessions: dict[str | None, tuple[Iterator[Turn], Stream]] = {}
+        self.version = 0
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        number = self.turn[session] = self.turn.get(session, -1) + 1
-        turn = self.plan[int(str(session).split("/")[0])][number]
-        await self.engine.generate(turn)
+        fresh = iter(self.plan[int(str(session).split("/")[0])]), Stream()
+        turns, stream = self.sessions.setdefault(session, fresh)
+        turn, version = next(turns), self.version
+        await self.engine.generate(turn, stream)
         tokens = (self.letter,) * (turn.sampled_tokens - 1) + (self.end,)
-        told = (-0.5,) * len(tokens)
-        return Completion(
-            tokens=tokens, engine_logprobs=told, policy_version=(0,) * len(tokens), finish_reason=FinishReason.STOP
-        )
+        told, versions = (-0.5,) * len(tokens), (version,) * len(tokens)
+        return Completion(tokens=tokens, engine_logprobs=told, policy_version=versions, finish_reason=FinishReason.STOP)
 
     def release(self, session: str) -> None:
-        self.turn.pop(session, None)
+        self.sessions.pop(session, None)
 
     async def update_weights(self, weights: Any, version: int) -> None: ...
 
@@ -138,57 +136,110 @@ class Tools(Environment):
         return Observation(messages=(Message(role="tool", content="b" * RESULT_TOKENS),))
 
 
-async def rollout_s(plan: Sequence[Sequence[Turn]], costs: Costs, *, together: bool) -> float:
-    """Real seconds of all batches."""
+def prepared(
+    plan: Sequence[Sequence[Turn]], costs: Costs, places: int, barrier: asyncio.Barrier | None = None
+) -> Rollouts:
+    """What plays trajectories as `plan` says, which tasks are numbers of. Inside the event loop."""
     tokenizer = tiny_tokenizer()
     renderer = ChatRenderer(tokenizer)
     end = renderer.end_of_turn_id()
-    Tools.plan, Tools.barrier = plan, asyncio.Barrier(TRAJECTORIES) if together else None
-    rollouts = Rollouts(
+    Tools.plan, Tools.barrier = plan, barrier
+    return Rollouts(
         make_env=Tools,
         rubric=Rubric([("none", lambda num_turns: float(num_turns), 1.0)]),
         renderer=renderer,
         end_tokens=(end,),
         limits=Limits(turn_tokens=512, context_tokens=8192),
         engine=CostEngine(plan, costs, tokenizer, end),
-        max_concurrent=TRAJECTORIES,
+        gate=asyncio.Semaphore(places),
         max_retries=0,
     )
-    tasks = [Task(id=str(i), messages=(Message(role="user", content="c" * 8),)) for i in range(len(plan))]
-    size = TRAJECTORIES if together else len(tasks)
-    began = time.perf_counter()
-    played = []
-    for first in range(0, len(tasks), size):
-        played += await rollouts.singles(tasks[first : first + size], sampling=Sampling(max_tokens=512), seed=0)
-    seconds = time.perf_counter() - began
-    if any(t.num_turns != TURNS for t in played):
-        raise RuntimeError(f"a trajectory broke: {next(t.error for t in played if t.num_turns != TURNS)}")
-    return seconds
 
 
-async def ideal(plan: Sequence[Sequence[Turn]], costs: Costs) -> float:
+async def played(rollouts: Rollouts, numbers: Iterable[int]) -> list[Group]:
+    tasks = [Task(id=str(i), messages=(Message(role="user", content="c" * 8),)) for i in numbers]
+    groups = await rollouts.groups(tasks, size=1, sampling=Sampling(max_tokens=512), seed=0)
+    for group in groups:
+        if (one := group.trajectories[0]).num_turns != TURNS:
+            raise RuntimeError(f"a trajectory broke: {one.error}")
+    return groups
+
+
+async def batch_s(plan: Sequence[Sequence[Turn]], costs: Costs, *, together: bool) -> float:
+    """The loop's seconds for all of `plan` at once."""
+    rollouts = prepared(plan, costs, len(plan), asyncio.Barrier(len(plan)) if together else None)
+    began = asyncio.get_running_loop().time()
+    await played(rollouts, range(len(plan)))
+    return asyncio.get_running_loop().time() - began
+
+
+async def refilled_s(plan: Sequence[Sequence[Turn]], costs: Costs, batches: int, size: int) -> float:
+    """The loop's seconds a batch, the first one left out; `plan` must have `STALENESS` batches more."""
+    rollouts = prepared(plan, costs, size)
+    engine: Any = rollouts.engine
+
+    async def play(number: int, attempt: int) -> int:
+        """-> the version that its first token was sampled with."""
+        (group,) = await played(rollouts, [number])
+        (branch,) = group.trajectories[0].branches
+        return int(branch.policy_version[branch.sampled].min())
+
+    pace = Pace(batch=size, max_staleness=STALENESS)
+    scheduler = Scheduler(play=play, pace=pace, staleness=lambda oldest: engine.version - oldest)
+    ends: list[float] = []
+    for _ in range(batches):
+        if ends:
+            engine.version += 1
+            engine.engine.new_weights()
+            scheduler.advance()
+        await scheduler.take()
+        ends.append(asyncio.get_running_loop().time())
+    await scheduler.close()
+    return (ends[-1] - ends[0]) / (batches - 1)
+
+
+async def ideal_s(plan: Sequence[Sequence[Turn]], costs: Costs) -> float:
     """Virtual seconds of the asynchronous arm without any overhead."""
-    engine, gate = SimulatedEngine(costs, TRAJECTORIES), asyncio.Semaphore(TRAJECTORIES)
+    engine = SimulatedEngine(costs, TRAJECTORIES)
 
     async def one(turns: Sequence[Turn]) -> None:
-        async with gate:
-            for turn in turns:
-                await engine.generate(turn)
-                await asyncio.sleep(turn.tool_s)
+        stream = Stream()
+        for turn in turns:
+            await engine.generate(turn, stream)
+            await asyncio.sleep(turn.tool_s)
 
     await asyncio.gather(*map(one, plan))
     return asyncio.get_running_loop().time()
 
 
-def faster(costs: Costs, plan: Sequence[Sequence[Turn]]) -> tuple[Costs, list[list[Turn]]]:
-    """Both at SPEEDUP times the speed."""
-    quick = replace(
-        costs,
-        step_s=costs.step_s / SPEEDUP,
-        row_s=costs.row_s / SPEEDUP,
-        prefill_token_s=costs.prefill_token_s / SPEEDUP,
-    )
-    return quick, [[replace(turn, tool_s=turn.tool_s / SPEEDUP) for turn in turns] for turns in plan]
+def rounds_of(costs: Costs, rounds: int, batches: int = BATCHES, size: int = TRAJECTORIES) -> dict[str, Figure]:
+    """The figures, at SPEEDUP times the speed of `costs`."""
+    step, row, token = (s / SPEEDUP for s in (costs.step_s, costs.row_s, costs.prefill_token_s))
+    costs = replace(costs, step_s=step, row_s=row, prefill_token_s=token)
+    ratios, fractions, refilled, seconds = [], [], [], []
+    for number in range(rounds):
+        rng = random.Random(number)
+        plan = [draw(rng) for _ in range(size * (batches + STALENESS))]
+        together = apart = ideal = 0.0
+        for first in range(0, size * batches, size):
+            batch = plan[first : first + size]
+            apart += asyncio.run(batch_s(batch, costs, together=False)) / batches
+            together += asyncio.run(batch_s(batch, costs, together=True)) / batches
+            ideal += run_virtual(ideal_s(batch, costs)) / batches
+        full = asyncio.run(refilled_s(plan, costs, batches, size))
+        ratios.append(together / apart)
+        fractions.append(ideal / apart)
+        refilled.append(together / full)
+        seconds.append((together, apart, full))
+    sync, alone, full = (SPEEDUP * statistics.median(column) for column in zip(*seconds, strict=True))
+    return {
+        "async_vs_sync": Figure(statistics.median(ratios), 2.1, "higher", (min(ratios), max(ratios))),
+        "fraction_of_bound": Figure(statistics.median(fractions), 0.9, "higher", (min(fractions), max(fractions))),
+        "refilled_vs_sync": Figure(statistics.median(refilled), None, "higher", (min(refilled), max(refilled))),
+        "sync_seconds": Figure(sync, None, "lower"),
+        "async_seconds": Figure(alone, None, "lower"),
+        "refilled_seconds": Figure(full, None, "lower"),
+    }
 
 
 def main() -> int:
@@ -199,25 +250,7 @@ def main() -> int:
     measured = measured_costs()
     print(f"engine: a step takes {measured.step_s:.4f} s, and {measured.row_s:.5f} s more a further completion")
     torch.set_num_threads(1)
-    ratios, single, fractions, seconds = [], [], [], []
-    for number in range(2 if args.quick else 5):
-        costs, plan = faster(measured, draw(number, BATCHES))
-        apart = asyncio.run(rollout_s(plan, costs, together=False))
-        together = asyncio.run(rollout_s(plan, costs, together=True))
-        ratios.append(together / apart)
-        fractions.append(run_virtual(ideal(plan, costs)) / apart)
-        seconds.append((together * SPEEDUP, apart * SPEEDUP))
-        one = plan[:TRAJECTORIES]
-        alone = asyncio.run(rollout_s(one, costs, together=False))
-        single.append(asyncio.run(rollout_s(one, costs, together=True)) / alone)
-    figures = {
-        "async_vs_sync": Figure(statistics.median(ratios), 2.1, "higher", (min(ratios), max(ratios))),
-        "fraction_of_bound": Figure(statistics.median(fractions), 0.9, "higher", (min(fractions), max(fractions))),
-        "one_batch": Figure(statistics.median(single), None, "higher", (min(single), max(single))),
-        "sync_seconds": Figure(statistics.median(one for one, _ in seconds), None, "lower"),
-        "async_seconds": Figure(statistics.median(one for _, one in seconds), None, "lower"),
-    }
-    return finish("async_tools", args.quick, figures)
+    return finish("async_tools", args.quick, rounds_of(measured, 2 if args.quick else 5))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ The learning is real: the tiny agent of `bench/algorithms.py` learns two turns o
 stage, engine, verifiers and scheduler, one update of 8 tasks x 8 samples a step. What the devices take is simulated, in
 virtual time: one engine and one learner of the kind that `upswing plan` assumes by default (7 billion parameters,
 3 TB/s, 900 TFLOP/s at 40 %, 2 s for the weights), turns of log-normal length (median 200 tokens, deviation of the
-logarithm 1), tools of log-normal time (median 1 s, deviation 1). Python's own time isn't counted.
+logarithm 1), tools of log-normal time (median 1 s, deviation 1), prompts of 500 tokens and results of 200. A prompt is
+read once a group, and with new weights all that is in play is read again. Python's own time isn't counted.
 
 - `step_speedup`: time of a step, synchronous / asynchronous (`max_staleness: 2`), median over seeds. That is all in
   which the two recipes differ: the asynchronous one corrects as it does by default, by the ratio of the policy before
@@ -26,6 +27,7 @@ import argparse
 import asyncio
 import contextlib
 import io
+import math
 import random
 import statistics
 import sys
@@ -46,17 +48,19 @@ from upswing.envs.base import AssistantMessage, Observation
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.rollout.scheduler import Pace
-from upswing.rollout.simulate import Layout, SimulatedEngine, Turn, run_virtual, simulate
+from upswing.rollout.simulate import Layout, SimulatedEngine, Stream, Turn, simulate
+from upswing.rollout.virtual import run_virtual
 from upswing.stages import rl
 from upswing.stages.policy import PolicyMethod
 from upswing.stages.runner import run_recipe
 from upswing.trajectory.types import Task
+from upswing.verify import deadline
 
 STEPS, QUICK_STEPS, LAST = 30, 8, 5
 TASKS, SAMPLES, STALENESS = 8, 8, 2
 TURN_TOKENS, TURN_SPREAD, PROMPT_TOKENS, RESULT_TOKENS = 200, 1.0, 500, 200
 TOOL_S, TOOL_SPREAD = 1.0, 1.0
-COSTS = assumed(7e9, 3e12, 9e14, 2.0, None, None, None)
+COSTS = assumed(7e9, 3e12, 9e14, 2.0)
 SLOTS = TASKS * SAMPLES * (STALENESS + 1)
 
 REAL, QUICK_REAL = (0.4, 12), (0.2, 5)
@@ -104,25 +108,47 @@ class Arm:
     staleness: float
 
 
+class Devices:
+    """One engine and one learner, in virtual time. Made inside the event loop."""
+
+    def __init__(self) -> None:
+        self.engine = SimulatedEngine(COSTS, SLOTS)
+        self.streams: dict[str, Stream] = {}
+
+    async def generate(self, session: str, seed: int | None) -> None:
+        """A turn of `session`, of a length drawn by the seed of its sampling. Members of a group differ in what is
+        after the last dash."""
+        stream = self.streams.setdefault(session, Stream(group=session.rpartition("-")[0]))
+        sampled = max(1, round(TURN_TOKENS * random.Random(f"length {seed}").lognormvariate(0, TURN_SPREAD)))
+        new = PROMPT_TOKENS if stream.prompt is None else RESULT_TOKENS
+        await self.engine.generate(Turn(new_tokens=new, sampled_tokens=sampled), stream)
+
+    async def learn(self, turns: Sequence[int]) -> None:
+        """An update from trajectories of so many turns each, and new weights for the engine."""
+        sampled = sum(turns) * TURN_TOKENS * math.exp(TURN_SPREAD**2 / 2)
+        given = len(turns) * PROMPT_TOKENS + sum(count - 1 for count in turns) * RESULT_TOKENS
+        await asyncio.sleep((sampled + given) * COSTS.train_token_s)
+        self.engine.stand_still(COSTS.sync_s)
+        await asyncio.sleep(COSTS.sync_s)
+        self.engine.new_weights()
+
+
 def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
     """Run the recipe with every device's time simulated."""
     ends: list[float] = []
-    devices: list[SimulatedEngine] = []
+    devices: list[Devices] = []
     own = TorchEngine.generate, PolicyMethod.learn, rl._step
 
     async def generate(self: TorchEngine, prompt: Sequence[int], sampling: Any, **more: Any) -> Any:
         if not devices:
-            devices.append(SimulatedEngine(COSTS, SLOTS))
+            devices.append(Devices())
         done = await own[0](self, prompt, sampling, **more)
-        await devices[0].generate(_long(sampling.seed))
+        await devices[0].generate(more["session"], sampling.seed)
         return done
 
     async def learn(self: PolicyMethod, groups: Any, step: int) -> Any:
         found = await own[1](self, groups, step)
-        turns = sum(t.num_turns for group in groups for t in group.trajectories)
-        tokens = turns * (TURN_TOKENS * 2.718281828 ** (TURN_SPREAD**2 / 2) + RESULT_TOKENS)
-        await asyncio.sleep(tokens * COSTS.train_token_s + COSTS.sync_s)
-        devices[0].stand_still(COSTS.sync_s)
+        await devices[0].learn([max(1, t.num_turns) for group in groups for t in group.trajectories])
         return found
 
     async def step(*args: Any) -> None:
@@ -130,8 +156,9 @@ def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
         ends.append(asyncio.get_running_loop().time())
 
     TorchEngine.generate, PolicyMethod.learn, rl._step = generate, learn, step  # type: ignore[method-assign]
+    inline = _patched(deadline, "_in_thread", lambda work: work())  # virtual time goes on while such threads run
     try:
-        with _patched(asyncio, "run", run_virtual):
+        with _patched(asyncio, "run", run_virtual), inline:
             run_recipe(slow_recipe(model, seed, **keys), out, log=Progress(quiet=True))
     finally:
         TorchEngine.generate, PolicyMethod.learn, rl._step = own  # type: ignore[method-assign]
@@ -142,12 +169,6 @@ def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
         success=statistics.fmean(row["score_strict_match"] for row in rows[-LAST:]),
         staleness=statistics.fmean(row.get("staleness", 0.0) for row in rows),
     )
-
-
-def _long(seed: int | None) -> Turn:
-    """What a turn stands for, drawn by the seed of its sampling."""
-    drawn = random.Random(f"length {seed}").lognormvariate(0, TURN_SPREAD)
-    return Turn(new_tokens=RESULT_TOKENS, sampled_tokens=max(1, round(TURN_TOKENS * drawn)))
 
 
 @contextlib.contextmanager
@@ -191,22 +212,29 @@ def simulator_errors(model: str, folder: Path, tool_s: float, steps: int) -> dic
     """Relative error of the predicted step time, by what was changed."""
     real_step_s(model, folder / "fit", tool_s=tool_s, steps=steps)
     with contextlib.redirect_stdout(io.StringIO()):
-        plays, costs, batch, group = measured(folder / "fit", SLOTS)
+        fit = measured(folder / "fit")
     slower: Callable[[random.Random], Sequence[Turn]] = lambda rng: [  # noqa: E731
-        replace(turn, tool_s=3 * turn.tool_s) for turn in plays(rng)
+        replace(turn, tool_s=3 * turn.tool_s) for turn in fit.plays(rng)
     ]
     together = Layout(engines=1, learners=1, slots=SLOTS, shared=True)
     apart = replace(together, shared=False)
     slow = {"tool_s": 3 * tool_s}
     cases: dict[str, tuple[dict[str, Any], Any, Pace, Layout]] = {
-        "twice the batch": ({"tasks": 2 * batch, "tool_s": tool_s}, plays, Pace(batch=2 * batch), together),
-        "slower tools": (slow, slower, Pace(batch=batch), together),
-        "slower tools, asynchronous": ({**slow, "max_staleness": 1}, slower, Pace(batch=batch, max_staleness=1), apart),
+        "twice the batch": ({"tasks": 2 * fit.batch, "tool_s": tool_s}, fit.plays, Pace(batch=2 * fit.batch), together),
+        "slower tools": (slow, slower, Pace(batch=fit.batch), together),
+        "slower tools, asynchronous": (
+            {**slow, "max_staleness": 1},
+            slower,
+            Pace(batch=fit.batch, max_staleness=1),
+            apart,
+        ),
     }
     errors = {}
     for name, (keys, drawn, pace, layout) in cases.items():
         real = real_step_s(model, folder / name.replace(" ", "-"), steps=steps, **keys)
-        said = simulate(plays=drawn, pace=pace, group_size=group, costs=costs, layout=layout, steps=steps).step_s
+        said = simulate(
+            plays=drawn, pace=pace, group_size=fit.group, costs=fit.costs, layout=layout, steps=steps
+        ).step_s
         errors[name] = abs(said / real - 1)
         print(f"{name}: a real step {real:.2f} s, predicted {said:.2f} s", flush=True)
     return errors

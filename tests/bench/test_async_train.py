@@ -1,12 +1,16 @@
 """The arms of bench/async_train.py differ in staleness alone, and the asynchronous one corrects."""
 
+import asyncio
 import importlib.util
+import itertools
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
 from upswing.preflight.checks import option_findings
+from upswing.rollout.virtual import run_virtual
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -25,6 +29,34 @@ def test_the_asynchronous_arm_is_the_default_and_corrects():
     assert stages["sync"]["old_logprobs"] is None, "no arm runs a forward that the other doesn't"
     modes = {finding.mode for finding in option_findings(recipes["async"], recipes["async"].stages[0])}
     assert "stale_without_correction" not in modes
+
+
+def test_new_weights_are_paid_for_once_and_prompts_once_a_group():
+    costs = bench.COSTS
+
+    async def main():
+        devices, loop, ends = bench.Devices(), asyncio.get_running_loop(), [0.0]
+        for waits in (
+            lambda: devices.learn([2, 1]),
+            lambda: devices.generate("q/7/0-0", 5),
+            lambda: devices.generate("q/7/0-1", 5),
+            lambda: devices.generate("q/7/0-1", 5),
+        ):
+            await waits()
+            ends.append(loop.time())
+        return [later - earlier for earlier, later in itertools.pairwise(ends)]
+
+    learned, *turns = run_virtual(main())
+    tokens = 2 * bench.PROMPT_TOKENS + 3 * bench.TURN_TOKENS * 1.648721 + bench.RESULT_TOKENS
+    assert learned == pytest.approx(tokens * costs.train_token_s + costs.sync_s)
+    sampled = round(bench.TURN_TOKENS * random.Random("length 5").lognormvariate(0, bench.TURN_SPREAD))
+
+    def turn_s(read, before):
+        cached = costs.cache_token_s * (before + read + sampled / 2)
+        return read * costs.prefill_token_s + sampled * (costs.step_s + cached)
+
+    prompt, result = bench.PROMPT_TOKENS, bench.RESULT_TOKENS
+    assert turns == pytest.approx([turn_s(prompt, 0), turn_s(0, prompt), turn_s(result, prompt + sampled)])
 
 
 def test_a_quick_run_comes_to_the_simulator_before_it_trains(monkeypatch, capsys):
