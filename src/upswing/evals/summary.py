@@ -128,7 +128,7 @@ def problem_of(trajectory: Trajectory) -> str | None:
     if trajectory.outcome not in COUNTED:
         text = trajectory.error or str(trajectory.stop_reason)
     elif score is None or _finite(score.value) is None:
-        text = (score and score.reason) or "the verifiers gave no score"
+        text = "the verifiers gave no score" if score is None or not score.reason else score.reason
     else:
         return None
     return shorten(text, 240, placeholder=" …")
