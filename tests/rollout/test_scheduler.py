@@ -101,11 +101,13 @@ def test_a_straggler_that_is_too_old_is_played_again_with_another_seed():
     def seconds(number, attempt):
         return 50.0 if (number, attempt) == (0, 0) else 1.0
 
-    rollout, taken = play(60, seconds, Pace(batch=2, max_staleness=1), update_s=1.0)
+    told = []
+    pace, on_stale = Pace(batch=2, max_staleness=1), lambda *words: told.append(words)
+    rollout, taken = play(60, seconds, pace, update_s=1.0, on_stale=on_stale)
     assert (0, 0) in rollout.started and (0, 1) in rollout.started
     again = [group for one in taken for group in one.groups if group[0] == 0]
     assert [group[1] for group in again] == [1]
-    assert sum(one.counts.requeued for one in taken) == 1
+    assert sum(one.counts.requeued for one in taken) == 1 and told == [(0, (0, 0, 0), 1)]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

@@ -23,7 +23,10 @@ from upswing.learn.options import RLOptions
 from upswing.models.load import load_model
 from upswing.recipe import Recipe, recipe_from
 from upswing.stages import context
+from upswing.stages.rl_metrics import age
 from upswing.trajectory.store import TrajectoryStore
+from upswing.trajectory.types import Group
+from upswing.view.run_folder import read_json_lines
 
 from .test_algorithms import TwoTurns, recipe, run, weights
 from .test_rl_edges import extra_of, killed_at_step_1
@@ -75,16 +78,19 @@ def test_learner_and_engine_hold_the_weights_once_where_they_may(
         assert all(torch.equal(once[name], twice[name]) for name in twice)
 
 
-def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(tmp_path: Path) -> None:
-    rows = run(slow({"steps": 8, "max_staleness": 2}), tmp_path / "run")
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(minibatches: int, tmp_path: Path) -> None:
+    """ASYNC-03: a version is a step's push of the weights, however many updates the step has."""
+    rows = run(slow({"steps": 8, "max_staleness": 2, "minibatches": minibatches}), tmp_path / "run")
+    assert max(row.get("num_steps", 0) for row in rows) == minibatches
     held = sum(p.numel() for p in load_model("tiny").model.parameters()) * compute_dtype(torch.device("cpu")).itemsize
-    assert [row["sync_gb"] for row in rows] == pytest.approx([held / 1e9] * 8), "each update goes once"
+    assert [row["sync_gb"] for row in rows] == pytest.approx([held / 1e9] * 8), "each step's weights go once"
     assert all(row["staleness_max"] <= 2 for row in rows)
     assert any(row["staleness_max"] > 0 for row in rows), "nothing was sampled ahead"
     for row in rows:
         shares = [value for key, value in row.items() if key.startswith("staleness_") and key.endswith("_frac")]
         assert sum(shares) == pytest.approx(1.0)
-    # The first weights have version 1 or later, one more with every update.
+    # The first weights have version 1 or later, one more with every step.
     first = min(int(b.policy_version[b.sampled].min()) for _, t in learned(tmp_path / "run") for b in t.branches)
     ages = [first + step - 1 - b.policy_version[b.sampled] for step, t in learned(tmp_path / "run") for b in t.branches]
     assert np.concatenate(ages).min() >= 0 and np.concatenate(ages).max() <= 2
@@ -99,6 +105,31 @@ def test_stale_groups_are_played_again_and_tasks_that_take_long_are_learned_from
     assert set(tasks.values()) == {2} and all(row["staleness_max"] <= 1 for row in rows)
     long = {f"train{n}" for n in range(20) if random.Random(f"train{n}").choice((0.0, 0.02, 0.6)) == 0.6}
     assert len(long & tasks.keys()) >= len(long) - 4, "those still in play at the end"
+
+
+@pytest.mark.parametrize("stale", ["requeue", "drop"])
+def test_a_task_that_is_always_too_old_is_named_and_one_that_is_given_up_is_forgotten(
+    stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: Counter[str] = Counter()
+
+    def wrong(group: Group, now: int) -> int:
+        tries[group.task.id] += 1
+        return 9 if group.task.id == "train1" and tries["train1"] <= 4 else age(group, now)
+
+    monkeypatch.setattr("upswing.stages.rl.age", wrong)
+    keys = {"steps": 5, "tasks_per_step": 2, "group_size": 2, "save_every": 1, "max_staleness": 1, "stale": stale}
+    rows = run(recipe(keys), tmp_path)
+    findings = read_json_lines(tmp_path / "findings.jsonl")
+    found = [row for row in findings if row["title"] == "a task is never new enough"]
+    extra = extra_of(tmp_path / "checkpoints/rl/step-000005")
+    still_open = {number for number, *_ in extra["scheduler"]["open"]}
+    assert {number for number, _ in extra["sampler"]["places"]} <= still_open
+    if stale == "drop":
+        assert sum(row["num_dropped"] for row in rows) > 0 and tries["train1"] == 1 and not found
+    else:
+        assert tries["train1"] > 4 and len(found) == 1
+        assert "task 'train1' was too old 4 times: its tokens are of versions " in found[0]["evidence"]
 
 
 def test_a_trajectory_can_span_versions(tmp_path: Path) -> None:
@@ -176,6 +207,11 @@ def test_staleness_brings_its_correction() -> None:
     assert (stage.correction, RLOptions.of(stage).old_logprobs) == ("tis", "recompute")
     stage = slow({"max_staleness": 1, "correction": "icepop"}).stages[0]
     assert stage.correction == "icepop"
+    one = slow({"max_staleness": 1, "correction": "none"})
+    stage = one.stages[0]
+    assert stage.correction is None and RLOptions.of(stage).correction is None
+    assert stage.changed({"lr": 1e-4}).correction is None and recipe_from(one.to_dict()) == one
+    assert slow({"max_staleness": 1, "correction": None}).stages[0].correction == "tis"  # null: the default
     stage = slow({"max_staleness": 1, "minibatches": 2, "old_logprobs": "engine"}).stages[0]
     assert stage.correction is None  # the policy ratio itself is over the sampler's log-probs
 

@@ -20,10 +20,11 @@ from upswing.errors import ConfigError, UpswingError
 from upswing.recipe import recipe_from
 from upswing.recipe.presets import PRESETS
 from upswing.stages.credit import Evidence, assign
+from upswing.stages.rl import _is_informative
 from upswing.stages.rows import rewards_of
 from upswing.stages.runner import check
 from upswing.trajectory.store import TrajectoryStore
-from upswing.trajectory.types import Outcome, Score, StopReason
+from upswing.trajectory.types import Group, Outcome, Score, StopReason
 from upswing.view.run_folder import read_json_lines
 
 from .test_algorithms import TwoTurns, batch_of, recipe, run, stage, trajectory, weights
@@ -68,6 +69,26 @@ def test_dynamic_sampling_takes_every_task_of_the_stream_in_turn_also_after_a_ki
     assert [row["reward"] for row in run(one, out, resume=True)] == [row["reward"] for row in rows]
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(weights(out)[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("rewards", "strict", "paid", "kept"),
+    [
+        ((0.0, 0.0), (1.0, 0.0), False, False),  # a verifier that refuses right answers: nothing to learn from
+        ((1.0, 0.0), (1.0, 1.0), False, True),
+        ((1.0, 0.9), (1.0, 1.0), True, False),  # a shaped reward differs in every group
+        ((1.0, 0.0), (1.0, 0.0), True, True),
+        ((0.5, 0.5), (1.0, 0.0), True, False),
+        ((1.0, None), (1.0, None), True, False),
+        ((1.0, 0.0), (None, None), False, True),
+    ],
+)
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ_and_success_where_it_is_paid(
+    rewards: tuple[float | None, ...], strict: tuple[float | None, ...], paid: bool, kept: bool
+) -> None:
+    scores = [Score(value=r, components={"strict_match": s}) for r, s in zip(rewards, strict, strict=True)]
+    played = tuple(trajectory(i, None, score=score) for i, score in enumerate(scores))
+    assert _is_informative(Group(task=played[0].task, trajectories=played), "as_is", success=paid) is kept
 
 
 def test_tasks_that_run_out_lose_no_finished_step(tmp_path: Path) -> None:

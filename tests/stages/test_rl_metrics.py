@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from upswing.stages.rl_metrics import batch_metrics, early_warning
+from upswing.rollout.scheduler import Counts
+from upswing.stages.rl_metrics import age, batch_metrics, early_warning, staleness, trouble
 from upswing.stages.rows import make_batch
 from upswing.trajectory.types import Branch, DriftEvent, Group, Message, Outcome, Score, StopReason, Task, Trajectory
 
@@ -96,15 +98,46 @@ def test_only_drift_that_opened_a_branch_is_a_fork() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "title"),
+    ("values", "spread", "title"),
     [
-        ({"truncated_frac": 1.0, "informative_frac": 0.5}, "every trajectory is cut"),
-        ({"truncated_frac": 0.2, "informative_frac": 0.0}, "no group has a reward spread"),
-        ({"truncated_frac": 0.2, "informative_frac": 0.1}, None),
+        ({"truncated_frac": 1.0}, "group", "every trajectory is cut"),
+        ({"informative_frac": 0.0}, "group", "no group has a reward spread"),
+        ({}, "group", None),
+        # Groups of one have no spread, and need none; a batch of one can't have any.
+        ({"informative_frac": 0.0}, "batch", None),
+        ({"informative_frac": 0.0, "reward_std": 0.0}, "batch", "all rewards are equal"),
+        ({"reward_std": 0.0, "num_errored": 3}, "batch", None),
+        ({"informative_frac": 0.0, "reward_std": 0.0}, None, None),
+        ({"informative_frac": 0.0, "num_errored": 3, "num_unscored": 1}, "group", "every trajectory broke"),
+        ({"num_errored": 3, "num_unscored": 1}, None, None),
+        ({"num_errored": 4}, None, "every trajectory broke"),
     ],
 )
-def test_early_warning(values: dict[str, float], title: str | None) -> None:
-    known = {"too_easy_frac": 0.0, "too_hard_frac": 1.0, "reward": 0.0}
-    known |= {"num_errored": 0, "num_unscored": 0, "num_trajectories": 4}
-    found = early_warning(known | values, 1.0, 16)
+def test_early_warning(values: dict[str, float], spread: Any, title: str | None) -> None:
+    known = {"too_easy_frac": 0.0, "too_hard_frac": 1.0, "reward": 0.0, "reward_std": 0.5, "informative_frac": 0.1}
+    known |= {"num_errored": 0, "num_unscored": 0, "num_trajectories": 4, "truncated_frac": 0.2}
+    found = early_warning(known | values, 1.0, 16, spread=spread, broken="4 errored: OSError: gone")
     assert (found[0] if found else None) == title
+    assert title in (None, "every trajectory is cut") or "OSError: gone" in found[1], "why is not said"
+
+
+def test_the_commonest_reason_is_told_with_its_count() -> None:
+    errored = {"outcome": Outcome.ERRORED, "stop_reason": StopReason.ERROR, "score": None}
+    texts = ["KeyError: 'a'", "ConnectError: port 8001\n  refused", "ConnectError: port 8002 refused"]
+    played = [trajectory(TASKS[0], i, None, error=text, **errored) for i, text in enumerate(texts)]
+    unscored = trajectory(TASKS[0], 3, None, score=Score(value=None, reason="judge is down"))
+    fine = trajectory(TASKS[0], 4, 1.0)
+    said = trouble([*played, unscored, fine])
+    assert said == "4 of 5 trajectories errored or have no score, 2 of them: ConnectError: port 8001 refused"
+    assert trouble([fine]) == ""
+
+
+def test_the_age_is_of_what_can_be_learned_from() -> None:
+    """An attempt that broke under version 0 doesn't make its group, played again under 3, too old."""
+    new = trajectory(TASKS[0], 0, 1.0)
+    branch = replace(new.branches[0], policy_version=np.where(new.branches[0].sampled, 3, -1).astype(np.int32))
+    broken = trajectory(TASKS[0], 1, None, outcome=Outcome.ERRORED, stop_reason=StopReason.ERROR, error="OSError: gone")
+    one = Group(task=TASKS[0], trajectories=(replace(new, branches=(branch,)), broken))
+    assert age(one, 5) == 2 and staleness([one], 5, Counts())["staleness_max"] == 2
+    assert age(group(TASKS[0], [1.0]), 5) == 5
+    assert age(Group(task=TASKS[0], trajectories=(broken,)), 5) == 0

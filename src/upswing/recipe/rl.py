@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import field_serializer, field_validator, model_validator
 
 from upswing.errors import did_you_mean
 from upswing.monitor.safeguards import SAFEGUARDS
@@ -92,9 +92,9 @@ class RlStage(RlBase):
     kl_stop: Positive | None = null(
         "Skip a batch's remaining updates when the KL to the policy before it is above this."
     )
-    correction: Correction | None = null(
+    correction: Correction | Literal["none"] | None = null(
         "Importance correction where sampler and learner differ: truncated (tis, seq_tis), masked (mis, "
-        "seq_mis, icepop) or rejected (geo_rs, k3_rs)."
+        "seq_mis, icepop) or rejected (geo_rs, k3_rs); null: tis with max_staleness, else none; none: none whatever."
     )
     correction_low: NotNegative | None = null("Lower bound on learner / sampler.")
     correction_high: Positive | None = null("Upper bound on it (k3_rs: on the mean k3).")
@@ -127,15 +127,16 @@ class RlStage(RlBase):
     overlong_cache: Count | None = null("Tokens before that over which the penalty rises.")
     overlong_factor: Positive | None = null("The whole penalty, in units of reward (1).")
     dynamic_sampling: Count | None = null(
-        "Sample up to so many batches a step until tasks_per_step groups have a spread; 1 or null: one."
+        "Sample up to so many batches a step until tasks_per_step groups have a spread of rewards (and of strict_match "
+        "where that is part of the reward); 1 or null: one."
     )
     curriculum: CurriculumSection | None = null(
         "Choose tasks by the success of their kind; null: as the stream has them."
     )
     max_staleness: CountOrZero = opt(
         0,
-        "Updates that may lie between sampling a token and learning from it: sampling then goes on during "
-        "updates, and correction is tis unless you choose; 0: they take turns.",
+        "Steps (weight pushes, however many updates each has) that may lie between sampling a token and learning from "
+        "it: sampling then goes on during updates, and correction is tis unless you choose; 0: they take turns.",
     )
     stale: Literal["requeue", "drop", "keep"] | None = null(
         "What becomes of groups that are older: their tasks are played again (requeue, the default), they "
@@ -177,6 +178,17 @@ class RlStage(RlBase):
                 raise refuse("", f"got '{name}'{did_you_mean(name, allowed)} (allowed: {known})")
         return tuple(names)
 
+    @field_validator("correction")
+    @classmethod
+    def _no_correction(cls, value: str | None) -> str | None:
+        """`none` keeps the default away; from here on None says that there is none."""
+        return None if value == "none" else value
+
+    @field_serializer("correction", when_used="json")
+    def _chosen_correction(self, value: str | None) -> str | None:
+        """As a recipe has to have it to be read back equal."""
+        return "none" if value is None and self.max_staleness and self.old_logprobs != "engine" else value
+
     @classmethod
     def derived(cls, data: dict[str, Any]) -> dict[str, Any]:
         """What the algorithm and the other keys make of null ones, beside the others."""
@@ -209,7 +221,10 @@ class RlStage(RlBase):
 
         Raises ValidationError for what a recipe couldn't have.
         """
-        data = {**self.model_dump(), **changes, "safeguards": "off"}
+        kept = self.model_dump()
+        if self.max_staleness and self.correction is None and self.old_logprobs != "engine":
+            kept["correction"] = "none"
+        data = {**kept, **changes, "safeguards": "off"}
         for choice, table in EFFECTS.items():
             before, now = getattr(self, choice), data[choice]
             if now != before:
@@ -217,6 +232,13 @@ class RlStage(RlBase):
         if data["minibatches"] * data["updates_per_batch"] == 1:
             data |= dict.fromkeys(RATIO_KEYS)
         return type(self).model_validate(data)
+
+    @property
+    def overlong(self) -> tuple[int, int, float] | None:
+        """(length, cache, factor) of the length penalty; None: there is none."""
+        if self.overlong_length is None:
+            return None
+        return self.overlong_length, self.overlong_cache or 0, self.overlong_factor or 1.0
 
     @property
     def single_update(self) -> bool:

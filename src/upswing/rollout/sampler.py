@@ -63,7 +63,7 @@ class Sampler:
         return self._made[number]
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """These won't be asked for again, nor by a run that goes on from here: their updates were made."""
+        """These won't be asked for again, nor by a run that goes on from here: they were learned from, or given up."""
         for number in numbers:
             del self._made[number], self._places[number]
 

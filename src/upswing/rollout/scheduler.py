@@ -3,7 +3,8 @@
 Groups have numbers, in the order of the stage's stream of tasks. A number stays open until its group was learned from
 or dropped on purpose, so that no task is lost and none is learned from twice, whatever is cancelled, stale or killed.
 
-How many may be started (AReaL, arXiv 2505.24298, section 5.1, in groups): before `version + 1` updates could use them,
+A step is a batch's updates, however many, and the push of the weights after them, which makes a version. How many
+groups may be started (AReaL, arXiv 2505.24298, section 5.1): before `version + 1` steps could use them,
 
     started - dropped <= (max_staleness + version + 1) * batch
 
@@ -32,9 +33,10 @@ class Pace:
     """How far the rollouts may be ahead of the learner."""
 
     batch: int
-    """Groups an update."""
+    """Groups a step."""
     max_staleness: int = 0
-    """Updates that may lie between sampling a token and learning from it."""
+    """Steps (weight pushes) that may lie between sampling a token and learning from it, however many updates a step
+    has."""
     stale: Literal["requeue", "drop", "keep"] = "requeue"
     """What becomes of a finished group that is older: its task is played again, or is given up, or it stays."""
     oversample: int = 0
@@ -61,7 +63,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken(Generic[T]):
-    """What an update learns from."""
+    """What a step learns from."""
 
     numbers: tuple[int, ...]
     groups: tuple[T, ...]
@@ -83,13 +85,16 @@ class _Open:
 class Scheduler(Generic[T]):
     """Keeps groups in play and hands out whole ones, oldest first. Make it inside the event loop that it runs in.
 
-    `staleness(group)`: updates since the oldest token of a finished group was sampled. `version`: updates so far.
-    `state`: what `state()` said when a run was saved; its open groups are started again.
+    `staleness(group)`: steps since the oldest token of a finished group was sampled. `version`: steps so far.
+    `on_stale(number, group, times)`: told of a finished group that is too old, for the `times`-th time, before it is
+    given up or its task played again. `state_before`: what `state()` said when a run was saved; its open groups are
+    started again.
     """
 
     play: Play[T]
     pace: Pace
     staleness: Callable[[T], int]
+    on_stale: Callable[[int, T, int], None] = lambda number, group, times: None
     version: int = 0
     state_before: Mapping[str, Any] | None = None
     _open: dict[int, _Open] = field(default_factory=dict)
@@ -100,7 +105,7 @@ class Scheduler(Generic[T]):
     _broken: set[int] = field(default_factory=set)
     """Ended with an error."""
     _owed: set[int] = field(default_factory=set)
-    """In play again, and too old after the next update: to be waited for."""
+    """In play again, and too old after the next step: to be waited for."""
     _learning: dict[int, _Open] = field(default_factory=dict)
     """Taken, and not yet learned from."""
     _next: int = 0
@@ -125,7 +130,7 @@ class Scheduler(Generic[T]):
     async def take(self, *, more: bool = False) -> Taken[T]:
         """The next batch of whole groups, the oldest that are finished, in the order of their numbers.
 
-        `more`: a further batch for the same update (dynamic sampling). Raises what `play` raised once no full batch is
+        `more`: a further batch for the same step (dynamic sampling). Raises what `play` raised once no full batch is
         left of groups that were started before.
         """
         if more:
@@ -147,7 +152,7 @@ class Scheduler(Generic[T]):
         return Taken(numbers=numbers, groups=groups, counts=counts)
 
     def advance(self) -> None:
-        """An update was made and the engine has its weights: sort out what is stale now, and go on."""
+        """A step was made and the engine has its weights: sort out what is stale now, and go on."""
         self.version += 1
         self._learning.clear()
         for number in [number for number in self._ready if self._is_stale(self._open[number])]:
@@ -171,8 +176,8 @@ class Scheduler(Generic[T]):
     def _capacity(self) -> int:
         """Groups that may be started now."""
         pace, begun = self.pace, self._taken + len(self._open) - len(self._waiting)
-        updates = self.version - self._first
-        return (pace.max_staleness + updates + 1) * pace.batch + self._allowed + pace.oversample - begun
+        steps = self.version - self._first
+        return (pace.max_staleness + steps + 1) * pace.batch + self._allowed + pace.oversample - begun
 
     def _fill(self) -> None:
         for _ in range(self._capacity()):
@@ -225,6 +230,8 @@ class Scheduler(Generic[T]):
 
     def _turn_away(self, number: int) -> None:
         """A finished group that is too old."""
+        one = self._open[number]
+        self.on_stale(number, self._result(one), one.attempt + 1)
         self._ready.discard(number)
         if self.pace.stale == "drop":
             del self._open[number]

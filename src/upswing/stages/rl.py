@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from upswing.algo.regularise import informative_groups
@@ -34,12 +33,16 @@ from upswing.stages.evaluate import SUCCESS, measure
 from upswing.stages.guard import Guard
 from upswing.stages.policy import PolicyMethod, to_the_end
 from upswing.stages.preflight import announce
-from upswing.stages.rl_metrics import batch_metrics, early_warning
-from upswing.stages.rows import Batch
+from upswing.stages.replay import Replays
+from upswing.stages.rl_metrics import age, batch_metrics, early_warning, staleness, trouble, versions
+from upswing.stages.rows import Batch, make_batch, rewards_of
 from upswing.trajectory.types import Group, Task, Trajectory
 from upswing.trajectory.validate import validate_group
+from upswing.verify.rubric import GATED
 
 MODEL_OF_STEP = "step-{:06d}"
+OFTEN = 4
+"""So many times too old is a task only where something is wrong."""
 
 
 class Method(Protocol):
@@ -76,6 +79,16 @@ class _Training:
     """Groups of the step that were not learned from."""
     shown: TaskProgress | None = None
     """Of the batch that is waited for."""
+    replays: Replays = field(init=False)
+    stale_times: int = 0
+    """The largest number of times that a task was too old which was warned of."""
+
+    def __post_init__(self) -> None:
+        self.replays = Replays(warn=self.warn)
+
+    def warn(self, title: str, evidence: str, remedy: str) -> None:
+        stage = self.guard.now.name
+        self.guard.context.warn(title, evidence=evidence, remedy=remedy, stage=stage, step=self.step + 1)
 
     def count(self, trajectory: Trajectory) -> None:
         if self.shown is not None:
@@ -138,7 +151,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     groups = await _groups(context, stage, training)
     rollout_s = time.perf_counter() - started
     training.updating = True
-    behind = _staleness(groups, context.engine.version, training.counts) if _is_paced(stage) else {}
+    behind = staleness(groups, context.engine.version, training.counts) if _is_paced(stage) else {}
     batch, update, signals = await training.method.learn(groups, training.step)
     learned_s = time.perf_counter() - started
     await to_the_end(context.push_weights(training.learner.weights()))
@@ -147,7 +160,9 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     found = {} if update is None else update.as_dict()
     lost = {key: getattr(context.engine.stats, key) - before[key] for key in ("preemptions", "evictions")}
     values = {
-        **batch_metrics(groups, batch.rewards_B.tolist(), context.recovered, context.rubric.at(training.step).weights),
+        **batch_metrics(
+            *_measured(stage, training, groups, batch), context.recovered, context.rubric.at(training.step).weights
+        ),
         **{key: value for key, value in found.items() if key != "seconds"},
         **signals,
         **behind,
@@ -172,6 +187,16 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
     training.taken.clear()
 
 
+def _measured(
+    stage: RlStage | DistillStage, training: _Training, groups: Sequence[Group], batch: Batch
+) -> tuple[list[Group], list[float]]:
+    """All that was played for the step and its rewards: also what dynamic sampling leaves out of `groups`."""
+    played = [group for _, group in training.taken]
+    if len(played) > len(groups) and isinstance(stage, RlStage):  # never with a reward model: a recipe refuses both
+        batch = make_batch(played, truncated=stage.truncated, overlong=stage.overlong)
+    return played, batch.rewards_B.tolist()
+
+
 async def _carry_out(context: RunContext, training: _Training, action: Action) -> None:
     """Do what a safeguard is for. A rollback brings weights back, never steps: tasks go on with the next numbers."""
     method, now = training.method, training.guard.now
@@ -192,13 +217,18 @@ async def _carry_out(context: RunContext, training: _Training, action: Action) -
 async def _groups(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> list[Group]:
     """The step's groups. With dynamic sampling: batches until enough groups have a spread, whole ones kept in order."""
     batches = (stage.dynamic_sampling if isinstance(stage, RlStage) else None) or 1
+    weights = context.rubric.at(training.step).weights
+    paid = any(name.removesuffix(GATED) == SUCCESS for name in weights)
     played: list[Group] = []
     kept: list[Group] = []
     training.counts = Counts()
     for number in range(batches):
         found = await _take(context, stage, training, more=number > 0)
         played += found
-        kept += found if batches == 1 else [group for group in found if _is_informative(group)]
+        if isinstance(stage, RlStage) and batches > 1:
+            kept += [group for group in found if _is_informative(group, stage.truncated, success=paid)]
+        else:
+            kept += found
         if len(kept) >= stage.tasks_per_step:
             break
     context.store.append(stage.name, training.step + 1, [t for group in played for t in group.trajectories])
@@ -222,16 +252,39 @@ async def _play(
     context: RunContext, stage: RlStage | DistillStage, training: _Training, number: int, attempt: int
 ) -> Group:
     """Sample, score and check a group. Its seed is its number's, so that a resumed run samples what it would have."""
-    rollouts = replace(context.rollouts_at(training.scheduler.version), gate=training.gate)
-    (group,) = await rollouts.groups(
-        [_task(stage, training.tasks, number)],
-        size=stage.group_size,
-        sampling=context.sampling(temperature=stage.temperature),
-        seed=derive_seed(context.recipe.seed, stage.name, "group", number, attempt),
-        on_done=training.count,
-    )
+
+    async def play(broken: int) -> Group:
+        rollouts = replace(context.rollouts_at(training.scheduler.version), gate=training.gate)
+        again = [broken] if broken else []
+        (group,) = await rollouts.groups(
+            [_task(stage, training.tasks, number)],
+            size=stage.group_size,
+            sampling=context.sampling(temperature=stage.temperature),
+            seed=derive_seed(context.recipe.seed, stage.name, "group", number, attempt, *again),
+            on_done=None if broken else training.count,
+        )
+        return group
+
+    group = await training.replays.group(play)
     validate_group(group)
     return group
+
+
+def _on_stale(context: RunContext, training: _Training, number: int, group: Group, times: int) -> None:
+    """A group was too old, for the `times`-th time: it is given up, or its task is played again."""
+    pace = training.scheduler.pace
+    if pace.stale == "drop":
+        training.tasks.forget([number])
+    elif times >= max(OFTEN, 2 * training.stale_times):
+        training.stale_times = times
+        seen = ", ".join(map(str, sorted(set(versions([group]).tolist()))))
+        training.warn(
+            "a task is never new enough",
+            f"task '{group.task.id}' was too old {times} times: its tokens are of versions {seen}, the engine has "
+            f"{context.engine.version}, max_staleness is {pace.max_staleness}",
+            "See whether the engine names the version of its weights rightly; else raise max_staleness, or use "
+            "stale: keep.",
+        )
 
 
 def _sampler(context: RunContext, stage: RlStage | DistillStage) -> Sampler:
@@ -259,31 +312,6 @@ def _task(stage: RlStage | DistillStage, sampler: Sampler, number: int) -> Task:
     return task
 
 
-def _age(group: Group, now: int) -> int:
-    """Updates since the oldest of a group's tokens was sampled."""
-    branches = [branch for t in group.trajectories for branch in t.branches if branch.sampled.any()]
-    return max((now - int(b.policy_version[b.sampled].min()) for b in branches), default=0)
-
-
-def _staleness(groups: Sequence[Group], now: int, counts: Counts) -> dict[str, float]:
-    """How far behind version `now` the sampled tokens are, and what became of groups that were not learned from."""
-    branches = [branch for group in groups for t in group.trajectories for branch in t.branches]
-    ages_N = now - np.concatenate([np.empty(0, np.int32), *(b.policy_version[b.sampled] for b in branches)])
-    if not len(ages_N):
-        return {}
-    shares = {f"staleness_{age}_frac": float((ages_N == age).mean()) for age in range(int(ages_N.max()) + 1)}
-    lost = counts.requeued + counts.dropped
-    return {
-        "staleness": float(ages_N.mean()),
-        "staleness_max": float(ages_N.max()),
-        **shares,
-        "kept_frac": len(groups) / (len(groups) + lost),
-        "num_requeued": counts.requeued,
-        "num_dropped": counts.dropped,
-        "num_cancelled": counts.cancelled,
-    }
-
-
 def _successes(group: Group) -> list[float]:
     """By the verifier's success where there is one: a shaped reward spreads in every group. NaN: unknown."""
     scores = [t.score for t in group.trajectories if t.score is not None]
@@ -297,9 +325,12 @@ def _success(group: Group) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _is_informative(group: Group) -> bool:
-    values_B = torch.tensor(_successes(group), dtype=torch.float64)
-    return bool(informative_groups(values_B, torch.zeros(len(values_B), dtype=torch.long)).any())
+def _is_informative(group: Group, truncated: str, *, success: bool) -> bool:
+    """Whether its rewards differ; with `success`, which is then part of the reward, that too: a shaped one differs in
+    every group."""
+    values = [rewards_of(group.trajectories, truncated), *([_successes(group)] if success else [])]
+    found = [torch.tensor(values_B, dtype=torch.float64) for values_B in values]
+    return all(bool(informative_groups(one_B, torch.zeros(len(one_B), dtype=torch.long)).any()) for one_B in found)
 
 
 def _report(
@@ -317,23 +348,20 @@ def _report(
         calls=round(values["tool_calls"], 2),
     )
     if values.get("num_nonfinite"):
-        context.warn(
-            "update skipped",
-            evidence=f"the gradient of {values['num_nonfinite']:.0f} update(s) was not finite",
-            remedy="Lower the learning rate if it happens again.",
-            stage=stage.name,
-            step=training.step + 1,
-        )
-    rules = stage.early_warning
-    if not isinstance(stage, RlStage) or stage.advantage not in GROUPED:
-        values = {**values, "informative_frac": math.nan}  # it learns without a spread of rewards within groups
-    trouble = early_warning(values, rules.truncated_frac, context.recipe.limits.turn_tokens)
-    training.bad_steps = (
-        training.bad_steps + 1 if trouble and training.bad_steps == training.step else training.bad_steps
-    )
-    if trouble and training.bad_steps == rules.steps == training.step + 1:
-        title, evidence, remedy = trouble
-        context.warn(title, evidence=evidence, remedy=remedy, stage=stage.name, step=training.step + 1)
+        skipped = f"the gradient of {values['num_nonfinite']:.0f} update(s) was not finite"
+        training.warn("update skipped", skipped, "Lower the learning rate if it happens again.")
+    rules, broken = stage.early_warning, trouble([t for _, group in training.taken for t in group.trajectories])
+    if broken:
+        context.note(f"{stage.name} step {training.step + 1}: {broken}")
+    spread: Literal["group", "batch"] | None = None
+    if isinstance(stage, RlStage):
+        spread = "group" if stage.advantage in GROUPED else "batch"
+    tokens = context.recipe.limits.turn_tokens
+    bad = early_warning(values, rules.truncated_frac, tokens, spread=spread, broken=broken)
+    training.bad_steps += bad is not None and training.bad_steps == training.step
+    if bad is not None and training.bad_steps == rules.steps == training.step + 1:
+        title, evidence, remedy = bad
+        training.warn(title, evidence, remedy)
         if rules.stop:
             raise UpswingError(f"{stage.name}: {title}: {evidence}. {remedy}")
 
@@ -407,7 +435,8 @@ def _start(context: RunContext, stage: RlStage | DistillStage, index: int) -> _T
     training.scheduler = Scheduler(
         play=partial(_play, context, stage, training),
         pace=pace,
-        staleness=lambda group: _age(group, context.engine.version),
+        staleness=lambda group: age(group, context.engine.version),
+        on_stale=partial(_on_stale, context, training),
         version=training.step,
         state_before=method.learner.extra.get("scheduler"),
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,6 +14,7 @@ import torch
 from upswing.algo.advantage import has_signal
 from upswing.evals.summary import record_of
 from upswing.learn.rows import TrainRow
+from upswing.rollout.scheduler import Counts
 from upswing.stages.text_signals import mean, text_signals
 from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
 from upswing.verify.rubric import GATED, variance_shares
@@ -96,20 +100,81 @@ def _group_shares(groups: Sequence[Group], rewards_B: Sequence[float]) -> dict[s
     }
 
 
-def early_warning(values: dict[str, float], truncated_limit: float, turn_tokens: int) -> tuple[str, str, str] | None:
-    """(title, evidence, remedy) when nothing can be learned from a batch; None otherwise."""
+def age(group: Group, now: int) -> int:
+    """Steps (weight pushes) since the oldest of a group's tokens was sampled."""
+    versions_N = versions([group])
+    return now - int(versions_N.min()) if len(versions_N) else 0
+
+
+def versions(groups: Sequence[Group]) -> np.ndarray:
+    """int32 [N]: of every sampled token. Not of errored attempts: they may be old, but nothing learns from them."""
+    branches = [b for g in groups for t in g.trajectories if t.outcome is not Outcome.ERRORED for b in t.branches]
+    return np.concatenate([np.empty(0, np.int32), *(b.policy_version[b.sampled] for b in branches)])
+
+
+def staleness(groups: Sequence[Group], now: int, counts: Counts) -> dict[str, float]:
+    """How far behind version `now` the sampled tokens are, and what became of groups that were not learned from."""
+    ages_N = now - versions(groups)
+    if not len(ages_N):
+        return {}
+    shares = {f"staleness_{age}_frac": float((ages_N == age).mean()) for age in range(int(ages_N.max()) + 1)}
+    lost = counts.requeued + counts.dropped
+    return {
+        "staleness": float(ages_N.mean()),
+        "staleness_max": float(ages_N.max()),
+        **shares,
+        "kept_frac": len(groups) / (len(groups) + lost),
+        "num_requeued": counts.requeued,
+        "num_dropped": counts.dropped,
+        "num_cancelled": counts.cancelled,
+    }
+
+
+def trouble(trajectories: Sequence[Trajectory]) -> str:
+    """How many errored or have no score, and what most of them say; empty when there are none. Texts that differ in
+    numbers only count as one: a port, a time, an id."""
+    said = [
+        " ".join(((t.error if t.score is None else t.score.reason) or "no reason given").split())[:200]
+        for t in trajectories
+        if t.outcome is Outcome.ERRORED or (t.score is not None and t.score.value is None)
+    ]
+    if not said:
+        return ""
+    kinds = [re.sub(r"\d+", "#", text) for text in said]
+    kind, count = Counter(kinds).most_common(1)[0]
+    of = f"{len(said)} of {len(trajectories)} trajectories errored or have no score"
+    return f"{of}, {count} of them: {said[kinds.index(kind)]}"
+
+
+def early_warning(
+    values: Mapping[str, float],
+    truncated_limit: float,
+    turn_tokens: int,
+    *,
+    spread: Literal["group", "batch"] | None = "group",
+    broken: str = "",
+) -> tuple[str, str, str] | None:
+    """(title, evidence, remedy) when nothing can be learned from a batch; None otherwise.
+
+    `spread`: where rewards must differ for that; None: nowhere, nor need there be any. `broken`: what `trouble` says.
+    """
     if values["truncated_frac"] >= truncated_limit:
         return (
             "every trajectory is cut",
             f"{100 * values['truncated_frac']:.0f} % of the trajectories were truncated",
             f"Raise limits.turn_tokens (now {turn_tokens}) or the environment's turns, or run SFT first.",
         )
-    if values["informative_frac"] == 0:
-        easy = values["too_easy_frac"] > values["too_hard_frac"]
-        evidence = f"mean reward {values['reward']:.3g}, every advantage 0"
-        lost = values["num_errored"] + values["num_unscored"]
-        if lost:
-            evidence += f", {lost:.0f} of {values['num_trajectories']:.0f} trajectories errored or unscored"
-        remedy = "Use harder tasks." if easy else "Use easier tasks, a larger group_size, or run SFT first."
-        return ("no group has a reward spread", evidence, remedy)
-    return None
+    lost = values["num_errored"] + (values["num_unscored"] if spread else 0)
+    scored = values["num_trajectories"] - lost
+    if lost and not scored:
+        return ("every trajectory broke", broken, "Mend that first: nothing in the stage's keys helps.")
+    flat = {"group": values["informative_frac"] == 0, "batch": scored > 1 and values["reward_std"] == 0, None: False}
+    if not flat[spread]:
+        return None
+    easy = values["too_easy_frac"] > values["too_hard_frac"]
+    title, more = "no group has a reward spread", "a larger group_size"
+    if spread == "batch":
+        title, more = "all rewards are equal", "more tasks_per_step"
+    evidence = f"mean reward {values['reward']:.3g}" + (", every advantage 0" if spread == "group" else "")
+    remedy = "Use harder tasks." if easy else f"Use easier tasks, {more}, or run SFT first."
+    return (title, f"{evidence}; {broken}" if broken else evidence, remedy)
