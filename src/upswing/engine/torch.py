@@ -19,17 +19,17 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from upswing.engine.base import Capabilities, Completion, EngineStats, FinishReason, Sampling
+from upswing.engine.base import Capabilities, Completion, EngineStats, Sampling
 from upswing.engine.int8 import check_int8, quantize_linears
 from upswing.engine.kv_cache import CachedAttention, KVCache, Segment
 from upswing.engine.linear import speed_up_linears
+from upswing.engine.request import Request
 from upswing.engine.sampler import check_sampling, sample
 from upswing.engine.slots import MIN_SHARED, Slot, SlotTable, common_prefix
 from upswing.engine.stopping import StopChecker
@@ -41,67 +41,10 @@ from upswing.trajectory.types import Int32T
 _STEPS_PER_HOP = 8
 """Steps that the worker thread does before the event loop hears from it, unless a completion ends earlier."""
 
-_HEADROOM = 32
-"""Tokens that every running request must have room for before another one begins, so that it isn't soon put back."""
+_QUIET_PASSES = 4
+"""Turns of the event loop without a new request, after which the next steps begin."""
 
 _R = TypeVar("_R")
-
-
-@dataclass(eq=False)
-class _Request:
-    """One completion on its way. `sequence` is prompt and sampled tokens, with room for all that may come."""
-
-    sequence: Int32T
-    num_prompt: int
-    length: int
-    """Tokens of `sequence` that there are: the prompt and those sampled."""
-    sampling: Sampling
-    session: str | None
-    stop: StopChecker
-    rng: random.Random
-    future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    slot: Slot = field(default_factory=lambda: Slot(-1))
-    """Until it runs an empty one that is not in the table."""
-    tokens: list[int] = field(default_factory=list)
-    engine_logprobs: list[float] = field(default_factory=list)
-    entropy: list[float] = field(default_factory=list)
-    policy_version: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = FinishReason.CANCELLED
-
-    @property
-    def positions(self) -> int:
-        """Tokens that its slot should have room for when another one begins."""
-        return min(self.length + _HEADROOM, len(self.sequence))
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens that must run through the model before the next one can be sampled."""
-        return self.length - self.slot.length
-
-    def add(self, token: int, logprob: float, entropy: float, version: int) -> bool:
-        """Take a sampled token; True when the completion has ended."""
-        self.sequence[self.length] = token
-        self.length += 1
-        self.tokens.append(token)
-        self.engine_logprobs.append(logprob)
-        self.entropy.append(entropy)
-        self.policy_version.append(version)
-        reason = self.stop.check(self.tokens)
-        self.finish_reason = reason or FinishReason.CANCELLED
-        return reason is not None
-
-    def resolve(self) -> None:
-        """Give the result to whoever awaits it. Event loop only."""
-        if self.future.done():
-            return
-        completion = Completion(
-            tokens=tuple(self.tokens),
-            engine_logprobs=tuple(self.engine_logprobs),
-            policy_version=tuple(self.policy_version),
-            finish_reason=self.finish_reason,
-            entropy=tuple(self.entropy),
-        )
-        self.future.set_result(completion)
 
 
 class TorchEngine:
@@ -143,10 +86,10 @@ class TorchEngine:
         self._cache = self._empty_cache()
         if self._cache.budget < 2:
             raise ConfigError(f"kv_memory_gb is {kv_memory_gb:g}; 2 tokens of {self._cache.token_bytes} bytes must fit")
-        self._waiting: deque[_Request] = deque()
-        self._active: list[_Request] = []
+        self._waiting: deque[Request] = deque()
+        self._active: list[Request] = []
         self._inbox: deque[Callable[[], None]] = deque()
-        self._requests: set[_Request] = set()
+        self._requests: set[Request] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upswing-engine")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
@@ -273,7 +216,7 @@ class TorchEngine:
         async with self._lock:
             return await loop.run_in_executor(self._worker, action)
 
-    def _new_request(self, prompt: Sequence[int], sampling: Sampling, session: str | None) -> _Request:
+    def _new_request(self, prompt: Sequence[int], sampling: Sampling, session: str | None) -> Request:
         check_sampling(sampling)
         num_prompt = len(prompt)
         if num_prompt == 0:
@@ -284,11 +227,12 @@ class TorchEngine:
                 f"prompt of {num_prompt} tokens plus max_tokens {sampling.max_tokens} is {total}, "
                 f"above {self.request_limit(total)}"
             )
-        if min(prompt) < 0 or max(prompt) >= (vocab := int(self.model.config.vocab_size)):
+        vocab = int(self.model.config.vocab_size)
+        if min(prompt) < 0 or max(prompt) >= vocab:
             raise ValueError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
         sequence = np.empty(total, np.int32)
         sequence[:num_prompt] = prompt
-        return _Request(
+        return Request(
             sequence=sequence,
             num_prompt=num_prompt,
             length=num_prompt,
@@ -302,6 +246,7 @@ class TorchEngine:
         """Step while there are requests; ends when there are none, and is started again by the next one."""
         try:
             while self._requests and not self._closed:
+                await self._listen()
                 for request in await self._exclusively(self._work):
                     request.resolve()
                     self._requests.discard(request)
@@ -319,10 +264,19 @@ class TorchEngine:
         finally:
             self._task = None
 
+    async def _listen(self) -> None:
+        """Let those who have just been answered ask again: otherwise their Python and the next steps, which would run
+        half empty, fight for the interpreter. What takes longer, a tool that waits, isn't waited for."""
+        quiet = 0
+        while quiet < _QUIET_PASSES:
+            heard = len(self._inbox)
+            await asyncio.sleep(0)
+            quiet = 0 if len(self._inbox) > heard else quiet + 1
+
     # --- worker thread side ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _work(self) -> list[_Request]:
+    def _work(self) -> list[Request]:
         """A few steps; returns the requests that ended."""
         for _ in range(_STEPS_PER_HOP):
             while self._inbox:
@@ -335,11 +289,11 @@ class TorchEngine:
                 return finished
         return []
 
-    def _enqueue(self, request: _Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         if not request.future.done():
             self._waiting.append(request)
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: Request) -> None:
         """Forget a cancelled request and free its slot."""
         if request in self._waiting:
             self._waiting.remove(request)
@@ -352,7 +306,7 @@ class TorchEngine:
             if request.session == session:
                 request.session = None
 
-    def _leave(self, request: _Request, *, keep: bool) -> None:
+    def _leave(self, request: Request, *, keep: bool) -> None:
         """Take a request out of the running ones; `keep` its slot for the session's next turn."""
         self._active.remove(request)
         self._slots.done(request.slot, keep_for=request.session if keep else None)
@@ -381,7 +335,7 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, first come first, except those whose prefix is just being computed."""
-        held_back, running = list[_Request](), self._active if self._waiting else []
+        held_back, running = list[Request](), self._active if self._waiting else []
         positions = max((r.positions for r in running), default=0)
         prefilling = [r for r in running if r.num_pending > 1]
         while self._waiting and len(self._active) < self.max_slots:
@@ -396,13 +350,13 @@ class TorchEngine:
                 prefilling += [request] if request.num_pending > 1 else []
         self._waiting.extendleft(reversed(held_back))
 
-    def _prefix_is_coming(self, request: _Request, prefilling: Iterable[_Request]) -> bool:
+    def _prefix_is_coming(self, request: Request, prefilling: Iterable[Request]) -> bool:
         """Whether one of those `prefilling` has more of it than the cache does, but hasn't computed it yet."""
         sequence = request.sequence[: request.length]
         coming = max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
         return coming > 0 and coming >= self._slots.longest_match(sequence) + MIN_SHARED
 
-    def _place(self, request: _Request, positions: int) -> None:
+    def _place(self, request: Request, positions: int) -> None:
         """Give it a slot; all slots need `positions`."""
         sequence = request.sequence[: request.length]
         positions = max([positions, *[len(slot.tokens) for slot in self._slots.slots]])
@@ -428,13 +382,13 @@ class TorchEngine:
         self._cache.reserve(self._slots.renumber(), positions)
         self.stats.evictions = self._slots.evictions
 
-    def _step(self) -> list[_Request]:
+    def _step(self) -> list[Request]:
         """One packed forward and one sampled token for each request whose sequence is complete."""
         self._make_room()
         batch = self._plan()
         segments, ids, ends = _pack(batch)
         logits = self._forward(segments, ids, ends)
-        ready, num_decode = list[_Request](), 0
+        ready, num_decode = list[Request](), 0
         for (request, count), segment in zip(batch, segments, strict=True):
             stop = segment.start + count
             request.slot.tokens = request.sequence[:stop]
@@ -445,10 +399,10 @@ class TorchEngine:
         self.stats.prefill_tokens += len(ids) - num_decode
         return self._sample(ready, logits) if ready else []
 
-    def _plan(self) -> list[tuple[_Request, int]]:
+    def _plan(self) -> list[tuple[Request, int]]:
         """Who runs, with how many tokens: long ones first, then single tokens ascending by slot."""
-        singles: list[tuple[_Request, int]] = []
-        long: list[tuple[_Request, int]] = []
+        singles: list[tuple[Request, int]] = []
+        long: list[tuple[Request, int]] = []
         budget = self.prefill_chunk
         for request in self._active:
             count = request.num_pending
@@ -474,7 +428,7 @@ class TorchEngine:
         check_all_attended(self.model, attention)
         return cast(torch.Tensor, output.logits[0])
 
-    def _sample(self, ready: Sequence[_Request], logits_BV: torch.Tensor) -> list[_Request]:
+    def _sample(self, ready: Sequence[Request], logits_BV: torch.Tensor) -> list[Request]:
         """Add a token to each ready request; returns those that ended."""
         sampled = sample(logits_BV, [r.sampling for r in ready], [r.rng.random() for r in ready])
         rows = zip(ready, sampled.tokens, sampled.logprobs, sampled.entropies, strict=True)
@@ -484,7 +438,7 @@ class TorchEngine:
         return finished
 
 
-def _pack(batch: Iterable[tuple[_Request, int]]) -> tuple[list[Segment], Int32T, list[int]]:
+def _pack(batch: Iterable[tuple[Request, int]]) -> tuple[list[Segment], Int32T, list[int]]:
     """Segments, their tokens in a row, and the packed index of each last token whose logits are needed."""
     segments: list[Segment] = []
     pieces: list[Int32T] = []

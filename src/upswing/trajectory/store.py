@@ -194,10 +194,9 @@ def _runs(values: np.ndarray[Any, Any]) -> list[list[int]]:
     """`[1, 1, 0]` as `[[1, 2], [0, 1]]`."""
     if not len(values):
         return []
-    changes = np.diff(values.astype(np.int64)) != 0
-    starts = np.flatnonzero(np.concatenate([[True], changes]))
-    counts = np.diff(starts, append=len(values))
-    return [[int(values[start]), int(count)] for start, count in zip(starts, counts, strict=True)]
+    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
+    stops = [*starts[1:], len(values)]
+    return [[value, stop - start] for value, start, stop in zip(values[starts].tolist(), starts, stops, strict=True)]
 
 
 # -- from JSON --------------------------------------------------------------------------------------------------------

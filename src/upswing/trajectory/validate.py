@@ -82,8 +82,9 @@ def _branch_rules(branch: Branch, trajectory: Trajectory, index: int, owner: dic
         if wrong.any():
             yield rule, int(wrong.argmax()), message
     positions = np.flatnonzero(branch.sampled)
-    turns, firsts = np.unique(branch.turn[positions], return_index=True)
-    for turn, position in zip(turns.tolist(), positions[firsts].tolist(), strict=True):
+    turns = branch.turn[positions]
+    firsts = np.flatnonzero(np.diff(turns, prepend=-1))
+    for turn, position in zip(turns[firsts].tolist(), positions[firsts].tolist(), strict=True):
         if turn >= trajectory.num_turns:
             yield "turns", position, f"turn {turn} of a trajectory with num_turns={trajectory.num_turns}"
         if owner.setdefault(turn, index) != index:  # no token is trained twice
