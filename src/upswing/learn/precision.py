@@ -1,4 +1,4 @@
-"""Which precision to compute in."""
+"""Where to compute, and in which precision."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from functools import cache
 import torch
 
 from upswing.engine.weights import compute_dtype
+
+
+def learner_device() -> torch.device:
+    """Where this process computes updates: the current GPU if it has one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @cache

@@ -26,6 +26,7 @@ from upswing.algo.reward_model import (
 )
 from upswing.learn.critic import ScalarTrainer, tally_values
 from upswing.learn.packing import Pack
+from upswing.learn.precision import learner_device
 from upswing.learn.rows import TrainRow, at_loss, flatten
 from upswing.models.heads import load_scalar_model
 from upswing.trajectory.types import Float32T, Int32T, Outcome, Trajectory
@@ -110,7 +111,7 @@ def load_reward_model(spec: str | Path, **options: Any) -> RewardModel:
 
     Raises ConfigError as `load_scalar_model` does.
     """
-    return RewardModel(load_scalar_model(spec), lr=0.0, **options)
+    return RewardModel(load_scalar_model(spec).to(learner_device()), lr=0.0, **options)
 
 
 def score_trajectories(model: RewardModel, trajectories: Sequence[Trajectory]) -> list[float | None]:

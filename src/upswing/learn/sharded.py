@@ -70,6 +70,11 @@ def follow(place: Mapping[str, str] = os.environ) -> None:
     Ranks(place).obey(ShardedLearner.built)
 
 
+def on_several_ranks() -> bool:
+    """Whether learners made now are on several ranks, which then take the weights to their devices, a layer each."""
+    return _ranks is not None
+
+
 def make_learner(model: Any, **options: Any) -> Learner:
     """A Learner; on all ranks if there are several."""
     return Learner(model, **options) if _ranks is None else ShardedLearner(_ranks, model, **options)

@@ -22,7 +22,9 @@ from upswing.engine.weights import share_memory
 from upswing.envs.base import Environment
 from upswing.learn.learner import Learner
 from upswing.learn.lora import add_lora
+from upswing.learn.precision import learner_device
 from upswing.learn.reward_model import RewardModel, load_reward_model
+from upswing.learn.sharded import on_several_ranks
 from upswing.models.load import load_model
 from upswing.monitor.findings import Finding
 from upswing.monitor.metrics import MetricsLog
@@ -127,7 +129,15 @@ class RunContext:
         return None if source == "base" else self.out / "checkpoints" / source / FINAL
 
     def source_model(self, source: str) -> PreTrainedModel:
-        """A fresh copy of a stage's final weights (or the base model's) in fp32."""
+        """A fresh copy of a stage's final weights (or the base model's) in fp32, where the learner computes."""
+        model: Any = self._load(source)
+        return model if on_several_ranks() else model.to(learner_device())
+
+    def source_weights(self, source: str) -> Mapping[str, torch.Tensor]:
+        """Those of `source_model`, for an engine: in main memory, since the GPU may be the engine's."""
+        return self._load(source).state_dict()
+
+    def _load(self, source: str) -> PreTrainedModel:
         folder = self.checkpoint(source)
         return load_model(self.recipe.model if folder is None else str(folder)).model
 

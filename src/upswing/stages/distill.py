@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from upswing.algo.distill import check_same_vocabulary
 from upswing.errors import ConfigError, ModelNotFound, did_you_mean
@@ -52,7 +53,8 @@ class DistillMethod:
         name = context.recipe.source_of(index, stage.teacher)
         known = name in _stages(context.recipe, index)
         teacher = load_model(str(context.checkpoint(name) or context.recipe.model) if known else name)
-        self.teacher = teacher.model.requires_grad_(False)
+        judge: Any = teacher.model
+        self.teacher = judge.to(student.device).requires_grad_(False)
         check_same_vocabulary(context.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
         # The teacher is the learner's reference: it is run on the same rows in the same way.
         options = context.trainer_options(stage)

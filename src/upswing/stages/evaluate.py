@@ -62,7 +62,7 @@ async def run_eval(context: RunContext, stage: EvalStage, index: int) -> dict[st
         source = context.recipe.source_of(index, reference)
         started = time.perf_counter()
         if context.engine.capabilities.weight_updates:  # else the server's own are measured, and there are no others
-            await context.push_weights(context.source_model(source).state_dict())
+            await context.push_weights(context.source_weights(source))
         summary, trajectories = await measure(
             context,
             tasks,

@@ -59,7 +59,7 @@ def plan(recipe: Recipe) -> Iterator[str]:
         ranks = max(ranks, int(os.environ.get("WORLD_SIZE", 1)))  # torchrun's
     for stage in recipe.stages:
         if isinstance(stage, RlStage):
-            yield f"{stage.name}: {_learner(recipe, stage, model, there['GPU'] > 0 and ranks > 1, ranks)}"
+            yield f"{stage.name}: {_learner(recipe, stage, model, there['GPU'] > 0, ranks)}"
 
 
 def _there(recipe: Recipe) -> tuple[list[dict[str, float]], str]:

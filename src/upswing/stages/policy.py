@@ -96,7 +96,7 @@ class PolicyMethod:
         if self.stage.max_staleness:  # sampling goes on meanwhile
             return await to_the_end(asyncio.to_thread(self._learn, groups, step, greedy))
         if isinstance(self.context.engine, TorchEngine) and not self.stage.oversample:
-            await self.context.engine.forget_cache()  # its memory is the learner's now; new weights would drop it anyway
+            await self.context.engine.forget_cache()  # the memory is the learner's now; new weights drop it anyway
         return self._learn(groups, step, greedy)
 
     def _learn(

@@ -28,7 +28,7 @@ from upswing.engine.torch import TorchEngine
 from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError
 from upswing.evals.summary import EvalSummary, results_table
-from upswing.learn.precision import native_bf16
+from upswing.learn.precision import learner_device, native_bf16
 from upswing.models.load import load_model, load_tokenizer
 from upswing.models.resolve import TINY, resolve_model
 from upswing.monitor.metrics import MetricsLog
@@ -241,7 +241,7 @@ def _with_model(recipe: Recipe, out: Path, world: World, log: Progress, engine: 
         recovered=world.make_env().recovered,
         rubric=rubric,
         compute_dtype=explicit_dtype(recipe.learner.dtype)
-        or (torch.bfloat16 if native_bf16(loaded.model.device.type) else torch.float32),
+        or (torch.bfloat16 if native_bf16(learner_device().type) else torch.float32),
     )
 
 
@@ -297,7 +297,7 @@ def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunCon
         context = _context(here, scratch, world, log)
         try:
             if recipe.engine.url is not None and context.engine.capabilities.weight_updates:
-                await context.push_weights(context.source_model("base").state_dict())
+                await context.push_weights(context.source_weights("base"))
             return await work(context)
         finally:
             await context.rollouts.close()
