@@ -5,12 +5,14 @@
 
 Each mode has a recipe (`recipes/failures/`, and `recipes/hack.yaml` for reward hacking) that differs from a healthy
 twin by its cause alone. `train_inference_mismatch` is the exception: no recipe can bring it about, so the bench breaks
-the engine: from step 10 on it gets no new weights. Every mode and seed is run without safeguards and with
-`safeguards: auto`; the healthy recipe with 20 seeds. Runs of a seed start from the same weights, which SFT makes once.
+the engine: from step 10 on it gets no new weights, nor shares the learner's memory. Every mode and seed is run without
+safeguards and with `safeguards: auto`; the healthy recipe with 20 seeds. Runs of a seed start from the same weights,
+which SFT makes once.
 Findings are those that a watch makes of `metrics.jsonl` row by row, as a run in progress has them.
 
-Success is the strict match of all attempts of a step (overfitting: of the held-out tasks), smoothed over 5 steps. What
-counts as harm, both for good (to the end of the run):
+Success is the strict match of all attempts of a step (overfitting: of the held-out tasks), smoothed over 5 whole steps.
+What counts as harm, both for good (to the end of the run), and by two standard errors of the difference more, since at
+low success 10 % is less than chance makes:
 - a run has *lost* its success at the first step from which it is more than 10 % below its own peak so far;
 - it *lags* from the first step at which it is more than 10 % of the twin's peak below the twin of the same seed. Where
   the start weights differ (control_token_collapse), gains since the first five steps are compared, not levels.
@@ -121,21 +123,32 @@ def for_good(steps: Sequence[int], bad: Sequence[bool]) -> int | None:
     return steps[first] if first < len(steps) else None
 
 
-def lost_at(curve: Curve) -> int | None:
-    """The step from which a smoothed curve is more than LOST of its peak so far below that, for good."""
+def doubt(one: float, other: float, count: float) -> float:
+    """Two standard errors of the difference of two shares, each of `count` attempts."""
+    return 2 * math.sqrt(max(0.0, one * (1 - one) + other * (1 - other)) / count)
+
+
+def lost_at(curve: Curve, *, skip: int = 0, count: float = math.inf) -> int | None:
+    """The step from which a smoothed curve is more than LOST of its peak so far below that, for good. `skip`: values at
+    the start that aren't over a whole window. `count`: attempts that a value is of."""
     peak, bad = -math.inf, []
-    for _, value in curve:
+    for _, value in curve[skip:]:
         peak = max(peak, value)
-        bad.append(value < (1 - LOST) * peak)
-    return for_good([step for step, _ in curve], bad)
+        bad.append(value < (1 - LOST) * peak - doubt(peak, value, count))
+    return for_good([step for step, _ in curve[skip:]], bad)
 
 
-def lags_at(curve: Curve, twin: Curve, *, by_gain: bool = False) -> int | None:
+def lags_at(curve: Curve, twin: Curve, *, by_gain: bool = False, skip: int = 0, count: float = math.inf) -> int | None:
     """The step from which a smoothed curve is more than LOST of the twin's peak below the twin's, for good."""
-    peak, other, early = max(value for _, value in twin), dict(twin), min(WINDOW, len(curve), len(twin)) - 1
+    peak, other, early = (
+        max(value for _, value in twin[skip:] or twin),
+        dict(twin),
+        min(WINDOW, len(curve), len(twin)) - 1,
+    )
     start = curve[early][1] - twin[early][1] if by_gain else 0.0
-    both = [(step, value - start, other[step]) for step, value in curve if step in other]
-    return for_good([step for step, *_ in both], [value < its - LOST * peak for _, value, its in both])
+    both = [(step, value - start, other[step]) for step, value in curve[skip:] if step in other]
+    bad = [value < its - LOST * peak - doubt(value + start, its, count) for _, value, its in both]
+    return for_good([step for step, *_ in both], bad)
 
 
 def lead(found: int | None, harm: int) -> float:
@@ -176,6 +189,8 @@ class Run:
     found: Mapping[str, int]
     """Mode -> the step of its first finding at warning or above."""
     series: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+    attempts: float = math.inf
+    """That a value of success is of; inf: not known, and no value is doubted."""
     stopped: str = ""
     """Why a safeguard ended it."""
     seconds: float = math.nan
@@ -239,20 +254,42 @@ def judged(job: Job, out: Path) -> Run:
     from upswing.view.run_folder import METRICS, RECIPE, read_json_lines
 
     rows = [row for row in read_json_lines(out / METRICS) if row["stage"] == "rl"]
-    watch, found = Watch("rl", facts_of(parse_yaml((out / RECIPE).read_text(), RECIPE), "rl")), dict[str, int]()
+    facts = facts_of(parse_yaml((out / RECIPE).read_text(), RECIPE), "rl")
+    watch, found = Watch("rl", facts), dict[str, int]()
     for row in rows:
         for one in watch.observe(row).judgements:
             if one.finding is not None and one.finding.severity != "info":
                 found.setdefault(one.mode, one.finding.step)
-    names = {job.success, "delta_good_first", "logprob_good", "entropy", "kl", "kl_old", "reward"}
+    # A twin is measured by the success of every mode that it is the twin of.
+    names = {
+        job.success,
+        *(mode.success for mode in SPECIAL.values()),
+        "delta_good_first",
+        "logprob_good",
+        "entropy",
+        "kl",
+        "kl_old",
+        "reward",
+    }
     series = {name: [(r["step"], r[name]) for r in rows if r.get(name) is not None] for name in names}
-    return Run(job=job, success=series[job.success], found=found, series=series, **json.loads((out / DONE).read_text()))
+    of_tasks = job.success.startswith("eval_")
+    attempts = float(facts.get("eval_tasks") or math.inf) if of_tasks else played_of(rows)
+    done = json.loads((out / DONE).read_text())
+    return Run(job=job, success=series[job.success], found=found, series=series, attempts=attempts, **done)
+
+
+def played_of(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Attempts a step whose success is known."""
+    known = [row["num_trajectories"] - row["num_errored"] for row in rows if row.get("num_trajectories")]
+    return median(known) if known else math.inf
 
 
 @contextmanager
 def broken_engine(after: int) -> Iterator[None]:
-    """Weights beyond version `after` never reach the sampler, which says that they have."""
+    """Weights beyond version `after` never reach the sampler, which says that they have. Nor are the learner's in its
+    memory, where every update would be the sampler's at once."""
     from upswing.engine.torch import TorchEngine
+    from upswing.stages.context import RunContext
 
     whole = TorchEngine.update_weights
 
@@ -261,7 +298,10 @@ def broken_engine(after: int) -> Iterator[None]:
             await whole(self, weights, version)
         self.version = version
 
-    with mock.patch.object(TorchEngine, "update_weights", update_weights):
+    with (
+        mock.patch.object(TorchEngine, "update_weights", update_weights),
+        mock.patch.object(RunContext, "share_memory", lambda self, learner: None),
+    ):
         yield
 
 
@@ -393,14 +433,15 @@ def outcomes_of(runs: Sequence[Run]) -> list[Outcome]:
         mode, twin = mode_of(name), by.get(("twin", name, seed)) or by["healthy", "healthy", seed]
         window = WINDOW if mode.success.startswith("score_") else 1
         curves = [smooth(one, window) for one in (run.success, twin.series.get(mode.success) or twin.success)]
+        whole = {"skip": window - 1, "count": min(run.attempts, twin.attempts) * window}
         last = statistics.fmean(value for _, value in (twin.series.get(mode.success) or twin.success)[-window:])
         guarded = by.get(("guarded", name, seed))
         outcomes.append(
             Outcome(
                 mode=name,
                 found=run.found.get(name),
-                lost=lost_at(curves[0]),
-                lags=lags_at(*curves, by_gain=mode.by_gain),
+                lost=lost_at(curves[0], **whole),
+                lags=lags_at(*curves, by_gain=mode.by_gain, **whole),
                 kept=run.final / last,
                 guarded=math.nan if guarded is None else guarded.final / last,
                 others=tuple(one for one in run.found if one != name),
