@@ -316,6 +316,79 @@ def test_gradients_that_jump_again_and_again_are_unstable_where_steps_are_far(ev
 
 
 @pytest.mark.parametrize(
+    ("moved", "grad", "found"),
+    [(0.3, 2.0, {"kl_explosion", "gradient_instability"}), (0.3, 0.3, {"kl_explosion"}), (0.05, 2.0, set())],
+    ids=["too far", "small gradients", "as far as it may"],
+)
+def test_a_warm_up_tells_how_far_steps_will_go(moved: float, grad: float, found: set[str]):
+    """KL grows with the square of the learning rate; `moved`: at its peak."""
+    facts = {**FACTS, "warmup_steps": 10}
+    rows = [
+        {**row, "lr": 1e-4 * row["step"], "kl_old": moved * (row["step"] / 10) ** 2, "grad_norm": grad}
+        for row in run("flat", 2, steps=9)[0]
+    ]
+    early = {"kl_explosion", "gradient_instability"} & serious(judged(rows[:4], facts)).keys()
+    assert early == found and (not early or moved * 0.4**2 < 0.2)
+    assert not {"kl_explosion"} & serious(judged(rows[:3], facts)).keys(), "two steps may be luck"
+    halved = [{**row, "lr": row["lr"] / 2, "kl_old": row["kl_old"] / 4, "set_lr": 5e-4} for row in rows]
+    assert ("kl_explosion" in serious(judged(halved, facts))) == (moved / 4 > 0.2)
+
+
+def test_a_kl_that_is_not_measured_is_not_called_fine():
+    rows = [{key: value for key, value in row.items() if key != "kl"} for row in run("flat", 1, steps=30)[0]]
+    assert (judged(rows)["kl_explosion"].status, judged(rows)["kl_explosion"].missing) == ("ok", ("kl",))
+    far = judged([{**row, "kl_old": 0.3} for row in rows])["kl_explosion"].finding
+    assert far is not None and "isn't measured" in far.evidence[-1]
+    assert judged(run("flat", 1, steps=30)[0])["kl_explosion"].missing == ()
+
+
+def test_a_bonus_without_a_target_that_lifts_entropy_is_found_before_it_has_doubled():
+    rng, rows = np.random.default_rng(2), run("flat", 1, steps=22, batch=128)[0]
+    for row in rows:
+        row["entropy"] = (0.5 + 0.02 * max(0, row["step"] - 10)) * rng.lognormal(0, 0.01)
+    pushed = {**FACTS, "entropy_coef": 0.2}
+    assert rows[-1]["entropy"] < 1.5 * rows[0]["entropy"]
+    assert "entropy_explosion" in serious(judged(rows, pushed))
+    for facts in (FACTS, {**pushed, "entropy_target": 0.4}, {**pushed, "entropy_coef": 0.005}):
+        assert "entropy_explosion" not in serious(judged(rows, facts))
+    assert "entropy_explosion" not in serious(judged([{**row, "set_entropy_coef": 0.0} for row in rows], pushed))
+
+
+def test_a_length_penalty_below_good_attempts_is_found_at_once_until_it_is_taken_off():
+    rows = run("slow", 4, steps=20, batch=128)[0]
+    charged = [{**row, "reward": row["reward"] - 1.0} for row in rows]
+    low, high = ({**FACTS, "overlong_length": length, "overlong_cache": 40} for length in (80, 200))
+    assert "the length penalty begins at 40" in serious(judged(charged[:3], low))["length_collapse"].evidence[1]
+    assert "length_collapse" not in serious(judged(charged[:3], high))
+    assert judged([*charged[:3], *rows[3:8]], low)["length_collapse"].status == "ok", "a safeguard took it off"
+    learns = run("learns", 3, steps=45, batch=512)[0]
+    assert judged([{**row, "reward": row["reward"] - 1} for row in learns], low)["length_collapse"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("mode", "signal", "corr"),
+    [
+        ("tool_call_collapse", "side_calls_corr", -0.6),
+        ("repeated_calls", "side_repeats_corr", 0.6),
+        ("length_explosion", "side_length_corr", 0.6),
+        ("length_collapse", "side_length_corr", -0.6),
+    ],
+)
+def test_a_side_term_that_pays_for_it_is_found_before_anything_moves(mode: str, signal: str, corr: float):
+    facts = {**FACTS, "weights": {"answer": 1.0, "side": 1.0}}
+    rows = [{**row, signal: corr, "variance_share_side": 0.8} for row in run("flat", 6, steps=8)[0]]
+    assert mode in serious(judged(rows[:6], facts)) and mode not in serious(judged(rows[:5], facts))
+    others: list[dict[str, float]] = [{signal: -corr}, {signal: corr / 4}, {"variance_share_side": 0.2}]
+    for other in others:
+        assert mode not in serious(judged([*rows[:6], {**rows[6], **other}], facts)) or "variance_share_side" in other
+        assert mode not in serious(judged([{**row, **other} for row in rows], facts))
+    unpaid = {key: value for key, value in rows[7].items() if key != signal}
+    assert mode not in serious(judged([*rows[:7], unpaid], facts)), "a safeguard took it out of the reward"
+    learns = [{**row, signal: corr, "variance_share_side": 0.8} for row in run("learns", 3, steps=45, batch=512)[0]]
+    assert mode not in serious(judged(learns, facts))
+
+
+@pytest.mark.parametrize(
     ("broken", "reward", "status"), [(0.9, 0.0, "info"), (0.9, 0.4, "warning"), (0.05, 0.0, "warning")]
 )
 def test_what_a_template_makes_of_gibberish_is_no_fault_of_it(broken: float, reward: float, status: str):

@@ -10,23 +10,8 @@ import pytest
 
 from upswing.errors import ConfigError
 from upswing.monitor.findings import Finding, Judgement
-from upswing.monitor.safeguards import (
-    COOLDOWN,
-    LADDERS,
-    LEFT_OUT,
-    PATIENCE,
-    RELEASE,
-    SAFEGUARDS,
-    UNGROUPED,
-    Action,
-    Past,
-    Situation,
-    best_checkpoint,
-    decide,
-    is_worse,
-    normal_of,
-    usable,
-)
+from upswing.monitor.ladder import LADDERS, LEFT_OUT, SAFEGUARDS, UNGROUPED, UNPAID, Situation
+from upswing.monitor.safeguards import COOLDOWN, PATIENCE, RELEASE, Action, Past, decide, usable
 from upswing.recipe import RlStage, recipe_from
 from upswing.recipe.presets import EFFECTS
 from upswing.recipe.rl import GROUPED
@@ -50,19 +35,21 @@ def bad(mode: str, severity: Any = "warning", since: int = 7) -> Judgement:
 class Played:
     """A stage whose judgements are given step by step."""
 
-    def __init__(self, names: Any = "auto", normal: Any = None, decided: Any = tuple, **keys: Any) -> None:
+    def __init__(
+        self, names: Any = "auto", normal: Any = None, decided: Any = tuple, about: Any = None, **keys: Any
+    ) -> None:
         self.base = stage(**{**SEVERAL, **keys})
         self.names = usable(names, dict(self.base))
         self.normal = {"entropy": 1.0, "sampled_tokens": 40.0} if normal is None else normal
-        self.past, self.step, self.decided = Past(), 0, decided
+        self.past, self.step, self.decided, self.about = Past(), 0, decided, about or {}
 
     @property
     def now(self) -> RlStage:
-        return self.base.changed({k: v for k, v in self.past.changes().items() if k != LEFT_OUT})
+        return self.base.changed({k: v for k, v in self.past.changes().items() if k not in (LEFT_OUT, UNPAID)})
 
     def fits(self, changes: dict[str, Any]) -> bool:
         try:
-            self.base.changed({k: v for k, v in changes.items() if k != LEFT_OUT})
+            self.base.changed({k: v for k, v in changes.items() if k not in (LEFT_OUT, UNPAID)})
         except ValueError:
             return False
         return True
@@ -74,12 +61,13 @@ class Played:
             self.past = Past.from_json(json.loads(json.dumps(self.past.to_json())))  # as a checkpoint keeps it
             self.past.see(judgements, self.step)
             now = {**dict(self.base), **self.past.changes(), **dict(self.now)}
-            situation = Situation(base=dict(self.base), now=now, normal=self.normal, decided=self.decided)
+            known = {"normal": self.normal, "decided": self.decided, **self.about}
+            situation = Situation(base=dict(self.base), now=now, **known)
             action = decide(
                 judgements, situation, self.past, step=self.step, names=self.names, fits=self.fits, best=best
             )
             if action is not None:
-                self.past.add(action)
+                self.past.actions.append(action)
                 found.append(action)
         return found
 
@@ -108,7 +96,7 @@ def test_remedies_come_in_turn_with_a_rest_between_and_never_go_beyond_their_bou
     ("mode", "names", "keys", "ends"),
     [
         ("likelihood_displacement", ["llds"], {}, {"llds_coef": 1.0}),
-        ("kl_explosion", ["kl"], {"kl_coef": 0.02}, {"kl_coef": 0.1}),
+        ("kl_explosion", ["kl"], {"kl_coef": 0.02}, {"kl_coef": 1.0}),
         ("kl_explosion", ["lr"], {"lr": 1e-3}, {"lr": 1.25e-4}),
         ("kl_explosion", ["reuse"], {}, {"updates_per_batch": 1, "minibatches": 1, "clip_high": None}),
         ("stale_updates", ["reuse"], {"tasks_per_step": 9, "minibatches": 9}, {"minibatches": 1}),
@@ -117,6 +105,7 @@ def test_remedies_come_in_turn_with_a_rest_between_and_never_go_beyond_their_bou
         ("echo_trap", ["clip_higher"], {"dual_clip": 1.3}, {"clip_high": 0.28}),  # it must stay below dual_clip
         ("echo_trap", ["dynamic_sampling"], {}, {"dynamic_sampling": 4}),
         ("length_explosion", ["overlong"], {}, {"overlong_length": 120, "overlong_cache": 60, "overlong_factor": 1.0}),
+        ("length_collapse", ["overlong"], {"overlong_length": 12, "overlong_cache": 8}, {"overlong_length": None}),
         ("train_inference_mismatch", ["correction"], {}, {"correction": "tis", "correction_high": 2.0}),
         ("entropy_explosion", ["entropy"], {"entropy_coef": 0.1, "entropy_target": 2.0}, {"entropy_coef": 0.0}),
         ("entropy_collapse", ["entropy"], {"entropy_coef": 0.1, "entropy_target": 2.0}, {"entropy_target": 2.0}),
@@ -157,28 +146,61 @@ def test_a_severer_finding_does_not_wait_and_of_equals_the_one_least_was_done_ab
     )
 
 
-def test_changes_are_taken_back_one_by_one_and_more_slowly_each_time():
-    played, fine = Played(["lr", "kl"]), Judgement(mode="overfitting", status="ok")
+def ok(*modes: str) -> list[Judgement]:
+    return [Judgement(mode=mode, status="ok") for mode in modes]
+
+
+def test_brakes_are_let_go_by_notches_and_more_slowly_after_a_relapse():
+    played = Played(["lr", "kl"])
     assert [a.safeguard for a in played.go(bad("overfitting"), steps=1 + 2 * COOLDOWN)] == ["kl", "lr", "kl"]
-    assert (played.now.kl_coef, played.now.lr) == (pytest.approx(0.03), played.base.lr / 2)
-    back = played.go(fine, steps=7 * RELEASE + 1)
-    assert [(a.safeguard, a.takes_back) for a in back] == [("kl", True), ("lr", True), ("kl", True)]
-    waits = [b.step - a.step for a, b in itertools.pairwise(back)]
-    assert waits == [2 * RELEASE, 4 * RELEASE]
-    assert (
-        back[0].changes == {"kl_coef": [pytest.approx(0.03), pytest.approx(0.01)]}
-        and back[2].changes["kl_coef"][1] == 0.0
-    )
-    assert played.now == played.base and not played.past.in_force()
+    assert (played.now.kl_coef, played.now.lr) == (pytest.approx(0.3), played.base.lr / 2)
+    back = played.go(*ok("overfitting"), steps=3 * RELEASE + 1)
+    assert [(a.safeguard, a.takes_back) for a in back] == [("lr", True), ("kl", True), ("kl", True)]
+    assert [a.changes.get("kl_coef", [0])[-1] for a in back] == [0, pytest.approx(0.1), 0.0]
+    assert all(b.step - a.step >= COOLDOWN for a, b in itertools.pairwise(back))
+    assert played.now == played.base and "until" not in back[0].text
+    (again,) = played.go(bad("overfitting"))
+    (late,) = played.go(*ok("overfitting"), steps=2 * RELEASE + 1)
+    assert again.safeguard == late.safeguard == "lr" and late.step - again.step > 2 * RELEASE
     assert not played.go(Judgement(mode="overfitting", status="skipped"), steps=10 * RELEASE)
+
+
+def test_what_took_a_cause_away_stays_and_so_does_llds():
+    played = Played(["entropy", "llds", "lr"], entropy_coef=0.2)
+    played.go(bad("entropy_explosion"), steps=1 + 2 * COOLDOWN)
+    assert (played.now.entropy_coef, played.now.llds_coef, played.now.lr) == (0.0, 0.2, played.base.lr / 2)
+    played.go(*ok("entropy_explosion"), steps=20 * RELEASE)
+    assert (played.now.entropy_coef, played.now.llds_coef, played.now.lr) == (0.0, 0.2, played.base.lr)
+
+
+def test_about_a_critical_finding_all_is_done_at_once_and_the_rate_comes_back_gradually():
+    played = Played(["entropy", "lr", "rollback"], entropy_coef=0.2)
+    (first,) = played.go(bad("entropy_explosion", "critical"), best=3)
+    lr = played.base.lr
+    assert first.changes == {"entropy_coef": [0.2, 0.0], "entropy_target": [None, None], "lr": [lr, lr / 4]}
+    assert first.rollback == 3 and first.row("rl")["until"].startswith("taken back step by step (lr) once")
+    back = played.go(*ok("entropy_explosion"), steps=2 * RELEASE + 1)
+    assert [a.changes for a in back] == [{"lr": [lr / 4, lr / 2]}, {"lr": [lr / 2, lr]}]
+    assert played.now.entropy_coef == 0.0
+
+
+def test_a_blamed_part_of_the_reward_counts_no_more_once_and_for_good():
+    played = Played(["reweight", "kl"], about={"blamed": lambda: "call_penalty"})
+    first, second = played.go(bad("tool_call_collapse"), steps=1 + COOLDOWN)
+    assert first.changes == {UNPAID: [None, ["call_penalty"]]} and first.text == "unpaid none -> call_penalty"
+    assert first.row("rl")["changes"] == first.changes and not first.row("rl")["until"]
+    assert second.safeguard == "kl", "it is gone already"
+    played.go(*ok("tool_call_collapse"), steps=4 * RELEASE)
+    assert played.past.changes() == {UNPAID: ["call_penalty"], "kl_coef": 0.0}
+    assert Played(["reweight", "kl"]).go(bad("tool_call_collapse"))[0].safeguard == "kl", "nothing is to blame"
 
 
 def test_what_is_not_known_is_not_ok():
     played = Played(["lr"])
     played.go(bad("overfitting"))
     assert not played.go(Judgement(mode="overfitting", status="skipped"), steps=3 * RELEASE)
-    assert not played.go(Judgement(mode="overfitting", status="ok"), steps=RELEASE)
-    assert played.go(Judgement(mode="overfitting", status="ok"))[0].takes_back
+    assert not played.go(*ok("overfitting"), steps=RELEASE)
+    assert played.go(*ok("overfitting"))[0].takes_back
 
 
 def test_two_modes_may_have_changed_the_same_key():
@@ -187,28 +209,41 @@ def test_two_modes_may_have_changed_the_same_key():
     played.go(bad("kl_explosion"), Judgement(mode="overfitting", status="ok"), steps=COOLDOWN)
     assert played.now.lr == played.base.lr / 4
     played.go(Judgement(mode="overfitting", status="ok"), bad("kl_explosion", "info"), steps=RELEASE)
-    assert played.now.lr == played.base.lr / 4, "the later change still holds"
-    fine = Judgement(mode="kl_explosion", status="ok"), Judgement(mode="overfitting", status="ok")
-    back = played.go(*fine, steps=RELEASE + 1 + COOLDOWN)
-    assert [(a.mode, *a.changes["lr"]) for a in back] == [
-        ("kl_explosion", played.base.lr / 4, played.base.lr / 2), ("overfitting", played.base.lr / 2, played.base.lr)
-    ], "the way it came, with a rest between"  # fmt: skip
+    assert played.now.lr == played.base.lr / 4, "the other mode isn't over"
+    back = played.go(*ok("kl_explosion", "overfitting"), steps=2 * RELEASE + 1)
+    assert [a.changes["lr"] for a in back] == [
+        [played.base.lr / 4, played.base.lr / 2], [played.base.lr / 2, played.base.lr]
+    ]  # fmt: skip
     assert played.now == played.base
 
 
 def test_a_critical_finding_rolls_back_a_few_times_and_then_stops_with_the_reason():
-    played = Played(["lr", "rollback", "stop"])
+    played = Played(["lr", "rollback", "stop"], about={"dropped": True})
     actions = played.go(bad("kl_explosion", "critical"), steps=100, best=3)
-    assert [a.safeguard for a in actions[:4]] == ["lr", "lr", "lr", "stop"]
+    assert [a.safeguard for a in actions[:4]] == ["lr", "lr", "rollback", "stop"]
     assert [a.rollback for a in actions[:4]] == [3, 3, 3, None]
     assert actions[3].step == actions[2].step + PATIENCE
-    assert actions[3].why.startswith("The kl_explosion: it fell to 0.1. Tried: step 1: lr 2e-05 -> 1e-05, back to the")
-    (only,) = Played(["rollback"]).go(bad("error_storm", "critical"), steps=2, best=3)
+    assert actions[3].why.startswith("The kl_explosion: it fell to 0.1. Tried: step 1: lr 2e-05 -> 5e-06, back to the")
+    (only,) = Played(["rollback"]).go(bad("reward_hacking", "critical"), steps=2, best=3)
     assert (only.safeguard, only.rollback, only.changes) == ("rollback", 3, {})
-    assert not Played(["rollback"]).go(bad("reward_hacking", "critical"), best=3), "the reward that lies would choose"
-    (stop, *_) = Played().go(bad("error_storm", "critical"), steps=PATIENCE + 1)
-    assert stop.safeguard == "stop" and "Tried: nothing that could be tried" in stop.why
     assert not Played(["lr"]).go(bad("error_storm", "critical"), steps=100)
+    assert not Played(["rollback"]).go(bad("error_storm", "critical"), best=3), "the policy isn't to blame"
+    assert Played(["rollback"], about={"dropped": True}).go(bad("error_storm", "critical"), best=3)
+
+
+@pytest.mark.parametrize(
+    ("about", "waits"),
+    [
+        ({"dropped": True}, PATIENCE),
+        ({"dropped": False, "paid": lambda since: False}, 3 * PATIENCE),
+        ({"dropped": False, "paid": lambda since: since == 7}, None),
+    ],
+    ids=["success has dropped", "nothing is gained", "it learns all the same"],
+)
+def test_a_run_that_learns_is_not_stopped(about: dict[str, Any], waits: int | None):
+    found = Played(about=about).go(bad("error_storm", "critical"), steps=6 * PATIENCE)
+    assert [a.step for a in found[:1]] == ([] if waits is None else [waits + 1])
+    assert all(a.safeguard == "stop" and "Tried: nothing that could be tried" in a.why for a in found[:1])
 
 
 def test_repeated_tasks_are_left_out_first_and_an_endless_stream_is_sampled_more():
@@ -234,28 +269,10 @@ def test_a_row_says_everything():
 
 def test_what_was_rolled_back_no_longer_counts():
     past = Past()
-    past.add(Action(step=8, mode="kl_explosion", safeguard="lr", why="", rollback=4))
+    past.actions.append(Action(step=8, mode="kl_explosion", safeguard="lr", why="", rollback=4))
     updates, evals = [{"step": s, "train_s": 1.0} for s in range(1, 12)], [{"step": s} for s in range(12)]
     assert [row["step"] for row in updates if not past.holds(row)] == [5, 6, 7, 8]
     assert [row["step"] for row in evals if not past.holds(row)] == [5, 6, 7]
-
-
-def test_the_best_checkpoint_is_by_evaluation_or_else_by_smoothed_reward():
-    rewards = [
-        {"step": s, "train_s": 1.0, "reward": r}
-        for s, r in enumerate([0.1, 0.2, 0.9, 0.2, 0.2, 0.2, 0.8, 0.8, 0.8, 0.1], 1)
-    ]
-    assert best_checkpoint(rewards, [3, 6, 9, 10]) == 9 and best_checkpoint([], [3]) is None
-    assert is_worse(rewards, 9) and not is_worse(rewards, 3)
-    evals = [{"step": 2, "eval_reward": 0.5}, {"step": 6, "eval_reward": 0.4}, {"step": 9, "eval_reward": None}]
-    assert best_checkpoint(rewards + evals, [3, 6, 9]) == 3 and is_worse(rewards + evals, 3)
-    fallen = [{"step": s, "train_s": 1.0, "reward": 0.8 if s < 5 else 0.0} for s in range(1, 9)]
-    assert best_checkpoint([{"step": 0, "eval_reward": 0.7}, *fallen], [2, 4, 8]) == 4, "8 was not evaluated yet"
-    starts = [{"step": 1, "train_s": 1.0, "reward": 0.4}, *fallen[4:]]
-    assert best_checkpoint(starts, [0]) == 0 and is_worse(starts, 0), "the start weights sampled the first step"
-    assert best_checkpoint(rewards, [0, 3]) == 3, "one batch may be luck"
-    assert best_checkpoint([{"step": 0, "eval_reward": 0.7}, *evals], [0, 3]) == 0
-    assert normal_of([{"entropy": v} for v in [1.0, None, 3.0, 2.0]]) == {"entropy": 2.0}
 
 
 # -- the recipe's key ------------------------------------------------------------
@@ -263,7 +280,7 @@ def test_the_best_checkpoint_is_by_evaluation_or_else_by_smoothed_reward():
 
 def test_auto_leaves_out_what_the_stage_cannot_use_and_a_list_is_refused():
     assert usable("auto", dict(stage(save_every=0))) == (
-        "entropy", "dynamic_sampling", "curriculum", "kl", "lr", "overlong", "correction", "stop"
+        "entropy", "dynamic_sampling", "curriculum", "kl", "lr", "overlong", "reweight", "correction", "stop"
     )  # fmt: skip
     assert set(usable("auto", dict(stage(kl_coef=0.01, **SEVERAL)))) == set(SAFEGUARDS)
     assert usable("off", dict(stage())) == ()

@@ -168,6 +168,7 @@ def _stage_report(one: Examination) -> dict[str, Any]:
         **read,
         "findings": [_finding_report(finding, one) for finding in findings],
         **{status: [j.mode for j in one.judgements if j.status == status] for status in ("ok", "warming_up")},
+        "partly": {j.mode: list(j.missing) for j in one.judgements if j.status == "ok" and j.missing},
         "skipped": {j.mode: list(j.missing) for j in one.judgements if j.status == "skipped"},
     }
 

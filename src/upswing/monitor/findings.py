@@ -68,7 +68,7 @@ class Judgement:
     finding: Finding | None = None
     """With status `finding` only."""
     missing: tuple[str, ...] = ()
-    """With status `skipped`: the signals that it would need."""
+    """With status `skipped`: the signals that it would need; with `ok`: those without which a part wasn't judged."""
 
 
 def worst(judgements: list[Judgement]) -> Severity | None:

@@ -13,6 +13,8 @@ import numpy as np
 
 from upswing.trajectory.types import Trajectory
 
+SUCCESS = "strict_match"
+"""The score that is success wherever it is measured."""
 Trajectories = Callable[[int], Sequence[Trajectory]]
 """Step -> the trajectories that it learned from; none where they are not known."""
 _SPREADS = frozenset({"informative_frac", "zero_variance_frac", "too_easy_frac", "too_hard_frac", "group_reward_std"})
@@ -88,6 +90,25 @@ class History:
         """float64 [S]; NaN where a step lacks it."""
         column = self._columns.get(name)
         return np.full(len(self._steps), math.nan) if column is None else np.array(column, dtype=np.float64)
+
+    @property
+    def paid(self) -> dict[str, float]:
+        """Score -> its weight in success: `strict_match` alone if it is measured, in the reward or not; else those that
+        make the reward and were ever positive (others are penalties, whatever the sign of their weight). Empty: success
+        is the reward itself."""
+        if self.has(f"score_{SUCCESS}"):
+            return {SUCCESS: 1.0}
+        weights = {} if self.facts.get("reward_model") else self.facts.get("weights") or {}
+        best = {name: np.nanmax(self.series(f"score_{name}"), initial=0.0) for name in weights}
+        return {name: float(weight) for name, weight in weights.items() if weight > 0 and best[name] > 0}
+
+    def success(self, prefix: str = "score_") -> np.ndarray:
+        """float64 [S]: what must not get worse, of the training tasks or (`eval_`) of held-out ones; the one measure of
+        detectors, of the best checkpoint and of what a rollback goes back from. NaN where a step lacks it."""
+        parts = [weight * self.series(prefix + name) for name, weight in self.paid.items()]
+        values_S = np.asarray(np.sum(parts, axis=0)) if parts else np.full(len(self), math.nan)
+        known = bool(np.isfinite(values_S).any())
+        return values_S if known else self.series("eval_reward" if prefix == "eval_" else "reward")
 
     def has(self, name: str) -> bool:
         """Whether any step has it as a finite number."""

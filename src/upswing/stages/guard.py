@@ -13,26 +13,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from upswing.monitor.detectors import Readings
 from upswing.monitor.findings import Finding, Judgement
-from upswing.monitor.history import unheard
-from upswing.monitor.safeguards import (
-    LEFT_OUT,
-    RESETS,
-    Action,
-    Past,
-    Situation,
-    best_checkpoint,
-    decide,
-    is_worse,
-    normal_of,
-    usable,
-)
+from upswing.monitor.history import SUCCESS, History, unheard
+from upswing.monitor.ladder import LEFT_OUT, RESETS, UNPAID, Situation
+from upswing.monitor.safeguards import Action, Past, decide, usable
+from upswing.monitor.standing import best_checkpoint, is_worse, normal_of, side_part
 from upswing.monitor.watch import Watch
 from upswing.recipe import RlStage
 from upswing.recipe.distill import DistillStage
 from upswing.recipe.rl import GROUPED
 from upswing.stages.context import RunContext
-from upswing.stages.evaluate import SUCCESS
 from upswing.trajectory.types import Trajectory
 from upswing.view.run_folder import FINDINGS, read_json_lines
 
@@ -50,16 +41,20 @@ class Guard:
         """The stage with the changes in force."""
         self.names = usable(stage.safeguards, dict(stage)) if isinstance(stage, RlStage) else ()
         self.past = Past()
+        # A safeguard of the stage before may have taken parts out; rollouts and evaluations have the recipe's own.
+        self.rubric = context.rubric = context.rollouts.rubric
         self._unheard = unheard(stage.stage, grouped=isinstance(stage, RlStage) and stage.advantage in GROUPED)
         self._watch, self.judgements = self._new_watch(), tuple[Judgement, ...]()
         self._outcomes = lru_cache(maxsize=STORED_STEPS)(self._read_outcomes)
 
     def _new_watch(self) -> Watch:
-        turns = getattr(self.context.make_env(), "max_turns", None)
-        more = {"turn_tokens": self.context.recipe.limits.turn_tokens, "weights": self.context.rubric.weights}
+        env = self.context.make_env()
+        told = {"max_turns": getattr(env, "max_turns", None), "tools": len(getattr(env, "_tools", ())) or None}
+        more = {"turn_tokens": self.context.recipe.limits.turn_tokens, "weights": self.rubric.weights}
         # As the recipe has them, also when safeguards have changed some: that is what a remedy changes.
-        facts = {**self.stage.model_dump(), **more, **({} if turns is None else {"max_turns": turns})}
-        return Watch(self.stage.name, facts, self._trajectories)
+        known = {key: value for key, value in told.items() if value is not None}
+        self._facts = {**self.stage.model_dump(), **more, **known}
+        return Watch(self.stage.name, self._facts, self._trajectories)
 
     def _trajectories(self, step: int) -> list[Trajectory]:
         return [stored.trajectory for stored in self.context.store.read(self.stage.name, step)]
@@ -69,7 +64,7 @@ class Guard:
         them is said now."""
         if saved is not None:
             self.past = Past.from_json(saved)
-            self.now = self._with(self.past.changes())
+            self._apply()
         found = self._replay()
         rows = read_json_lines(self.context.out / FINDINGS)
         said = {(row.get("stage"), row.get("step"), row.get("mode"), row.get("kind")) for row in rows}
@@ -106,13 +101,22 @@ class Guard:
         if not self.names:
             return None
         self.past.see(self.judgements, step)
-        if not (self.past.found_since or self.past.in_force()):
+        changed = self.past.changes()
+        if not (self.past.found_since or changed):
             return None
-        rows = self._rows()
-        best = self.best(rows)
-        base = {LEFT_OUT: [], **dict(self.stage)}
-        now = {**base, **self.past.changes(), **dict(self.now)}  # what a change has made ineffective is not in `now`
-        situation = Situation(base=base, now=now, normal=normal_of(rows), decided=self._decided)
+        history = self._history()
+        readings, best = Readings(history), self.best(history)
+        base = {LEFT_OUT: [], UNPAID: [], **dict(self.stage)}
+        weights = {name: weight for name, _, weight in self.rubric.items}
+        situation = Situation(
+            base=base,
+            now={**base, **changed, **dict(self.now)},  # what a change has made ineffective is not in `self.now`
+            normal=normal_of(history),
+            decided=self._decided,
+            blamed=lambda: side_part(history, weights, changed.get(UNPAID, ())),
+            dropped=readings.dropped,
+            paid=readings.paid,
+        )
         action = decide(
             self.judgements,
             situation,
@@ -120,7 +124,7 @@ class Guard:
             step=step,
             names=self.names,
             fits=self._fits,
-            best=best if best is not None and is_worse(rows, best) else None,
+            best=best if best is not None and is_worse(history, best) else None,
         )
         if action is not None:
             self._keep(action)
@@ -129,8 +133,8 @@ class Guard:
         return action
 
     def _keep(self, action: Action) -> None:
-        self.past.add(action)
-        self.now = self._with(self.past.changes())
+        self.past.actions.append(action)
+        self._apply()
         if action.rollback is not None:
             self._replay()
         verb = "taken back" if action.takes_back else "safeguard"
@@ -147,19 +151,28 @@ class Guard:
         numbers = {f"set_{key}": value for key, value in now.items() if isinstance(value, int | float)}
         return {"safeguard_actions": len(self.past.actions), **numbers}
 
-    def best(self, rows: list[dict[str, Any]] | None = None) -> int | None:
-        """The step of the best checkpoint there is; `rows`: the stored ones, if they have been read."""
+    def best(self, history: History | None = None) -> int | None:
+        """The step of the best checkpoint there is; `history`: that of the stored rows, if they have been read."""
         saved = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-??????")]
-        rows = self._rows() if rows is None else rows
-        return best_checkpoint(rows, [step for step in saved if not self.past.is_undone(step)])
+        history = self._history() if history is None else history
+        return best_checkpoint(history, [step for step in saved if not self.past.is_undone(step)])
+
+    def _history(self) -> History:
+        return History(self.stage.name, self._rows(), facts=self._facts)
 
     def _rows(self) -> list[dict[str, Any]]:
         """The stored rows of weights that the present ones come from."""
         return [row for row in self.context.metrics.read(self.stage.name) if self.past.holds(row)]
 
+    def _apply(self) -> None:
+        """Put what the safeguards have changed in force."""
+        changes = self.past.changes()
+        self.now = self._with(changes)
+        self.context.rubric = self.rubric.without(changes.get(UNPAID, ()))
+
     def _with(self, changes: Mapping[str, Any]) -> RlStage | DistillStage:
         """Raises ValidationError for changes that the stage refuses."""
-        keys = {key: value for key, value in changes.items() if key not in (LEFT_OUT, RESETS)}
+        keys = {key: value for key, value in changes.items() if key not in (LEFT_OUT, RESETS, UNPAID)}
         return self.stage.changed(keys) if keys and isinstance(self.stage, RlStage) else self.stage
 
     def _fits(self, changes: Mapping[str, Any]) -> bool:

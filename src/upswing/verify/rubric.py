@@ -6,7 +6,7 @@ import asyncio
 import copy
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,15 @@ class Rubric:
         found = copy.copy(self)
         found.items = tuple((name, verifier, self._weight(name, weight, step)) for name, verifier, weight in self.items)
         found.ramps = {}
+        return found
+
+    def without(self, names: Collection[str]) -> Rubric:
+        """With these verifiers measured and reported as before, but no part of the reward."""
+        if not names:
+            return self
+        found = copy.copy(self)
+        found.items = tuple((name, verifier, 0.0 if name in names else one) for name, verifier, one in self.items)
+        found.ramps = {name: ramp for name, ramp in self.ramps.items() if name not in names}
         return found
 
     def _weight(self, name: str, end: float, step: int) -> float:

@@ -54,6 +54,8 @@ class Detector:
     """Steps with these signals that are needed to tell."""
     find: Callable[[Readings], Verdict | None]
     """None: nothing wrong. May raise `Missing`."""
+    partly: tuple[str, ...] = ()
+    """Signals without which it judges a part only."""
 
     def judged(self, readings: Readings) -> Judgement:
         """The mode's status now; a pure function of the history."""
@@ -68,7 +70,8 @@ class Detector:
         except Missing as error:
             return Judgement(mode=self.mode, status="skipped", missing=error.names)
         if verdict is None:
-            return Judgement(mode=self.mode, status="ok")
+            unjudged = tuple(name for name in self.partly if not readings.has(name))
+            return Judgement(mode=self.mode, status="ok", missing=unjudged)
         return Judgement(mode=self.mode, status="finding", finding=self._finding(readings.history, verdict))
 
     def _finding(self, history: History, verdict: Verdict) -> Finding:

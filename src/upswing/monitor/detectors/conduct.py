@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from upswing.monitor.detectors.base import Signs, Verdict
 from upswing.monitor.detectors.exploration import pressure
-from upswing.monitor.detectors.readings import Missing, Readings, fact, percent, told, wrong
+from upswing.monitor.detectors.readings import LEVEL, NOW, Missing, Readings, fact, percent, told, wrong
 from upswing.monitor.detectors.remedies import Menu
 from upswing.monitor.findings import Severity
+from upswing.monitor.stats import median
 from upswing.trajectory.types import Outcome, Trajectory
+from upswing.verify.rubric import GATED
+
+PERSISTS, FELT, DECIDES = 6, 0.3, 0.5
+"""Steps; correlation; share of the reward's variance."""
+
+
+def _lure(r: Readings, name: str, sign: int) -> str | None:
+    """Evidence that what the reward has beside success pays for more (sign 1) or less of something: within groups they
+    go together, persistently, and it is most of the reward's variance, so that a small charge is none. Before anything
+    moves."""
+    together = sign * r.history.series(name)[-PERSISTS:]
+    if len(together) < PERSISTS or not (together > FELT).all():
+        return None
+    main = {f"variance_share_{part.removesuffix(GATED)}" for part in r.history.paid}
+    shares = [one for one in r.history.names if one.startswith("variance_share_") and one not in main]
+    share = sum(median(r.history.series(one)[-PERSISTS:]) for one in shares)
+    if not share >= DECIDES:
+        return None
+    return f"{percent(share)} of the reward's variance isn't success, and goes with it: correlation {r.now(name):.2f}"
 
 
 def length_explosion(r: Readings) -> Verdict | None:
@@ -31,9 +53,12 @@ def length_explosion(r: Readings) -> Verdict | None:
     paying = r.now("reward_length_corr")
     bought = length.ratio >= 1.2 and length.z >= 3 and paying > 0.4
     only_cut = length.ratio >= 1.15 and length.z >= 3 and cut_more and cut.diff >= 0.25
-    if not ((grown and signs) or (grown and length.ratio >= 2) or only_cut or bought):
+    seen = (grown and signs) or (grown and length.ratio >= 2) or only_cut or bought
+    lure = _lure(r, "side_length_corr", 1)
+    if not (seen or lure):
         return None
-    since = r.left("sampled_tokens", 1)
+    signs += [lure] if lure else []
+    since = r.left("sampled_tokens", 1) if seen else int(r.history.steps_S[0])
     if not r.helpless(since):
         return None
     severity: Severity = "critical" if r.dropped or (cut.now >= 0.5 and cut_more) else "warning"
@@ -53,23 +78,39 @@ def length_explosion(r: Readings) -> Verdict | None:
     return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
+def _uncharged(r: Readings) -> bool:
+    """Whether the reward is all that its verifiers give: nothing is taken off for length, or no longer."""
+    parts = [weight * r.history.series(f"score_{name}") for name, weight in (r.facts.get("weights") or {}).items()]
+    taken_S = (np.sum(parts, axis=0) if parts else math.nan) - r.history.series("reward")
+    return median(taken_S[np.isfinite(taken_S)][-NOW:]) < 0.01
+
+
 def length_collapse(r: Readings) -> Verdict | None:
     """Attempts shrink below 30 % of their length at the start (60 % where that is paid), or are empty, without a
-    gain in success."""
+    gain in success; or a length penalty begins below the length of good attempts, so that they will."""
     length, empty = r.shift("sampled_tokens"), r.shift("empty_frac")
     penalised = bool(r.facts.get("overlong_length")) or r.now("reward_length_corr") < -0.3
     short = length.z <= -3.5 and length.ratio < (0.6 if penalised else 0.5)
     hollow = empty.now >= 0.1 and r.rose("empty_frac", 0.08)
-    if not (short or hollow):
+    free = fact(r.facts, "overlong_length", math.nan) - fact(r.facts, "overlong_cache", 0.0)
+    good = median(r.known("tokens_good").values[:LEVEL])
+    early = len(r.known("sampled_tokens").values) < 6
+    short, hollow = short and not early, hollow and not early
+    charged, lure = good > free and not _uncharged(r), _lure(r, "side_length_corr", -1)
+    if not (short or hollow or charged or lure):
         return None
-    since = r.left("sampled_tokens", -1) if short else r.left("empty_frac", 1)
+    first = int(r.known("sampled_tokens").steps[0])
+    since = r.left("sampled_tokens", -1) if short else r.left("empty_frac", 1) if hollow else first
     if not r.helpless(since):
         return None
     far = length.ratio < 0.3
     severity: Severity = "critical" if (empty.now >= 0.5 and hollow) or ((far or hollow) and r.dropped) else "warning"
-    if not (far or hollow or r.dropped or penalised):
+    if not (far or hollow or r.dropped or penalised or lure):
         severity = "info"
     evidence = [told("sampled tokens of an attempt:", length, "30 % of it")]
+    evidence += [lure] if lure else []
+    if charged:
+        evidence.append(f"good attempts had {good:.3g} tokens, and the length penalty begins at {free:.0f}")
     if r.has("empty_frac"):
         evidence.append(told("share of empty attempts:", empty, "0.1"))
     evidence.append(told("success", r.shift("success")))
@@ -109,14 +150,15 @@ def tool_call_collapse(r: Readings) -> Verdict | None:
     fewer = calls.start >= 0.3 and calls.z <= -3.5 and (calls.now < 0.2 or calls.ratio < 0.5)
     silent = none.now >= 0.5 and r.rose("no_call_frac", 0.3)
     never = calls.now < 0.05 and calls.start < 0.05
-    if not (fewer or silent or never):
+    lure = _lure(r, "side_calls_corr", -1)
+    if not (fewer or silent or never or lure):
         return None
     since = r.left("tool_calls", -1) if fewer else r.left("no_call_frac", 1) if silent else int(r.history.steps_S[0])
     if not r.helpless(since):
         return None
     gone = calls.now < 0.2 or calls.ratio < 0.3 or silent
-    severity: Severity = "critical" if gone and r.dropped else "warning" if gone or r.dropped else "info"
-    evidence = [told("tool calls a trajectory:", calls, "0.2, or 30 % of it")]
+    severity: Severity = "critical" if gone and r.dropped else "warning" if gone or lure or r.dropped else "info"
+    evidence = [told("tool calls a trajectory:", calls, "0.2, or 30 % of it"), *([lure] if lure else [])]
     if r.has("no_call_frac"):
         evidence.append(told("share of trajectories without a call:", none, "0.5"))
     evidence.append(told("success", r.shift("success")))
@@ -150,14 +192,16 @@ def repeated_calls(r: Readings) -> Verdict | None:
     again, ended = r.shift("duplicate_call_frac"), r.shift("max_turns_frac")
     now = again.now
     more = r.rose("duplicate_call_frac", 0.1)
-    if not (now >= 0.3 and (more or now >= 0.4)):
+    many, lure = now >= 0.3 and (more or now >= 0.4), _lure(r, "side_repeats_corr", 1)
+    first = int(r.history.steps_S[0])
+    if not (many or (lure and r.helpless(first))):
         return None
-    since = r.onset("duplicate_call_frac", 0.3, 1)
+    since = r.onset("duplicate_call_frac", 0.3, 1) if many else first
     stuck = ended.now >= 0.5 and r.rose("max_turns_frac", 0.2)
-    severity: Severity = "critical" if now >= 0.6 or r.dropped or stuck else "warning"
+    severity: Severity = "critical" if many and (now >= 0.6 or r.dropped or stuck) else "warning"
     if r.solved and not r.dropped:
         severity = "info"
-    evidence = [told("share of calls made before in the same trajectory:", again, "0.3")]
+    evidence = [told("share of calls made before in the same trajectory:", again, "0.3"), *([lure] if lure else [])]
     if r.has("max_turns_frac"):
         evidence.append(told("share of trajectories that ran out of turns:", ended, "0.3"))
     if r.has("novelty"):

@@ -74,27 +74,37 @@ def entropy_collapse(r: Readings) -> Verdict | None:
     return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
+def _climbs(r: Readings) -> bool:
+    """Whether entropy surely rose over the newest eight steps, by a tenth and more than noise."""
+    newest, trend = r.known("entropy").values[-8:], r.trend("entropy", 8)
+    enough = max(0.1 * median(newest), 3 * r.noise("entropy"))
+    return len(newest) == 8 and trend.p < 0.01 and 7 * trend.slope > enough
+
+
 def entropy_explosion(r: Readings) -> Verdict | None:
-    """Entropy half as high again as its running minimum while reward is flat (arXiv 2512.04220, phase III)."""
+    """Entropy half as high again as its running minimum while reward is flat (arXiv 2512.04220, phase III); where a
+    bonus without a target pushes it, any sure rise over eight steps."""
     known = r.known("entropy")
     smooth = rolling_median(known.values, 3)
     at = int(np.flatnonzero(smooth == smooth[1:].min())[-1])
     low, now, noise = float(smooth[at]), float(smooth[-1]), r.noise("entropy")
     rise = now - low
-    if now < 1.5 * low or rise < max(0.15, 4 * noise):
+    bonus = r.setting("entropy_coef", 0.0)
+    pushed = bonus > 0.01 and r.facts.get("entropy_target") is None and _climbs(r)
+    if not pushed and (now < 1.5 * low or rise < max(0.15, 4 * noise)):
         return None
     since = max(int(known.steps[at]), r.onset("entropy", low + max(2 * noise, 0.05), 1))
-    if not r.helpless(since):
+    if not r.helpless(min(since, int(known.steps[-8])) if pushed else since):
         return None
     held = r.now("entropy")  # over five steps: a few hard tasks in a row have more of it too
     large = (now >= 2 * low and rise >= 0.3) or (held >= 2 * low and held - low >= 0.2)
     severity: Severity = "critical" if (large and r.dropped) or (now >= 3 * low and rise >= 1) else "warning"
-    severity = severity if large or r.dropped else "info"
+    severity = severity if large or r.dropped or pushed else "info"
     evidence = [
         f"entropy {now:.3g} nats, {now / low:.1f} times its lowest, {low:.3g} at step {known.steps[at]} (limit: 1.5)",
+        *([f"it climbs at every step, with a bonus of {bonus:g} and no target"] if pushed else []),
         told("success", r.shift("success")),
     ]
-    bonus = fact(r.facts, "entropy_coef", 0.0)
     displaced = r.now("delta_good") < 0
     causes = [
         (3.0 if bonus else 0, f"the entropy bonus ({bonus:g}) outweighs the reward"),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upswing.monitor.history import History
+from upswing.monitor.history import SUCCESS, History
 from upswing.monitor.stats import MEDIAN_ERROR, Trend, change_point, median, rolling_median, step_noise, trend
 from upswing.trajectory.types import Trajectory
 
@@ -69,31 +69,20 @@ class Readings:
         self._steps_S = history.steps_S
 
     def known(self, name: str) -> Known:
-        """Of a signal, of `success`, or of `mi_share`: of the information about the task that a first turn can have."""
+        """Of a signal, of `success` (`eval_success`: on held-out tasks), or of `mi_share`: of the information about the
+        task that a first turn can have."""
         if name not in self._known:
-            derived = {"success": self._success, "mi_share": self._mi_share}
+            derived: dict[str, Callable[[], np.ndarray]] = {
+                "success": self.history.success,
+                "eval_success": lambda: self.history.success("eval_"),
+                "mi_share": self._mi_share,
+            }
             values_S = derived[name]() if name in derived else self.history.series(name)
             there_S = np.isfinite(values_S)
             if not name.startswith("eval_") and not there_S[-FRESH:].any():
                 there_S[:] = False
             self._known[name] = Known(steps=self._steps_S[there_S], values=values_S[there_S])
         return self._known[name]
-
-    @cached_property
-    def _paid(self) -> dict[str, float]:
-        """Weights of the scores that make up success, where they aren't all of the reward. A score that was never
-        positive is a penalty, whatever the sign of its weight."""
-        weights: dict[str, float] = {name: one for name, one in (self.facts.get("weights") or {}).items() if one}
-        best = {name: np.nanmax(self.history.series(f"score_{name}"), initial=0.0) for name in weights}
-        paid = {name: weight for name, weight in weights.items() if weight > 0 and best[name] > 0}
-        return paid if len(paid) < len(weights) or self.facts.get("overlong_length") else {}
-
-    def _success(self) -> np.ndarray:
-        """[S]: the reward without its penalties, where weights and scores tell it: what must not get worse."""
-        if not self._paid:
-            return self.history.series("reward")
-        scores = [weight * self.history.series(f"score_{name}") for name, weight in self._paid.items()]
-        return np.asarray(np.sum(scores, axis=0))
 
     def _mi_share(self) -> np.ndarray:
         """[S]: mi_first_turn / ln(mi_pairs), its bound, which moves with how many pairs a step could afford."""
@@ -112,6 +101,10 @@ class Readings:
         values = self.known(name).values
         return float(values[-count:].mean()) if len(values) else math.nan
 
+    def setting(self, key: str, otherwise: float) -> float:
+        """A number of the stage as it is now: what a safeguard has made of it, or else the recipe's."""
+        return self.now(f"set_{key}", 1) if self.has(f"set_{key}") else fact(self.facts, key, otherwise)
+
     @cached_property
     def num_trajectories(self) -> float:
         """A step; NaN when neither rows nor facts tell."""
@@ -129,6 +122,8 @@ class Readings:
         values = self.known(name).values[-WINDOW:]
         level = median(values)
         floor, count = 0.02 * abs(level), self.num_trajectories
+        if name == "success" and SUCCESS in self.history.paid:
+            name = f"score_{SUCCESS}"
         if name in ("reward", "success") and self.has("reward_std") and count > 0:
             floor = self.now("reward_std", WINDOW) / math.sqrt(count)
         elif name.startswith("eval_"):
@@ -211,9 +206,9 @@ class Readings:
     @cached_property
     def ceiling(self) -> float:
         """The best success that there is: the positive weights, or 1 for rewards up to 1; NaN when unknown."""
-        weights = self.facts.get("weights") or {}
-        total = float(sum(weight for weight in (self._paid or weights).values() if weight > 0))
-        if self.facts.get("reward_model") or not self.has("success"):
+        paid = self.history.paid
+        total = float(sum(weight for weight in (paid or self.facts.get("weights") or {}).values() if weight > 0))
+        if (self.facts.get("reward_model") and not paid) or not self.has("success"):
             return math.nan
         best = float(self.known("success").values.max())
         return total if total and best <= 1.001 * total else 1.0 if best <= 1.001 else math.nan

@@ -104,7 +104,7 @@ class Menu:
 
     def more_kl(self) -> Remedy | None:
         now = fact(self.facts, "kl_coef", 0.0)
-        coef = _short(min(1.0, 3 * now)) if now else 0.01
+        coef = _short(min(1.0, max(0.1, 3 * now)))  # below 0.1 it holds nothing (`safeguards`' `kl`)
         return self.set("A stronger pull to the reference.", kl_coef=coef)
 
     def no_kl(self) -> Remedy | None:

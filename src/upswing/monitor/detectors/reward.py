@@ -116,7 +116,7 @@ def _taken_over(r: Readings, shares: list[str], signs: Signs) -> None:
 
 def overfitting(r: Readings) -> Verdict | None:
     """Success on held-out tasks falls, or stays, while that on the training tasks rises."""
-    known, train = r.known("eval_reward"), r.known("success")
+    known, train = r.known("eval_success"), r.known("success")
     held, width = known.values, r.history.series("eval_high") - r.history.series("eval_low")
     if len(train.values) < LEAST_TRAINED:
         return None

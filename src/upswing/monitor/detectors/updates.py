@@ -19,9 +19,27 @@ SPAN = 10
 """Steps in which gradients may jump up twice."""
 
 
+FAR = 0.2
+"""Nats a token that one step may move the policy."""
+
+
+def _at_peak(r: Readings) -> float:
+    """What steps will move the policy at the peak of the learning rate: in a warm-up, the least of the newest three
+    from a fifth of it on, as KL grows with its square; NaN where these don't tell."""
+    peak, end = fact(r.facts, "lr", math.nan), fact(r.facts, "warmup_steps", 0)
+    if r.history.step > end:
+        return math.nan
+    set_S, lr_S = r.history.series("set_lr"), r.history.series("lr")  # what a safeguard has made of the peak
+    share_S = lr_S / np.where(np.isfinite(set_S), set_S, peak)
+    moved_S = r.history.series("kl_old")
+    known_S = (share_S >= 0.2) & np.isfinite(moved_S)
+    newest = (moved_S[known_S] / share_S[known_S] ** 2)[-NOW:]
+    return float(newest.min()) if len(newest) == NOW else math.nan
+
+
 def kl_explosion(r: Readings) -> Verdict | None:
     """KL to the reference above 0.5 nats a token with nothing gained (from 0.1: worth a look), or above 1, or clamped,
-    or a step that moved the policy far."""
+    or a step that moved the policy far, or will when the learning rate has warmed up."""
     kl, clamped = r.now("kl"), r.now("kl_clamped_frac", 3)
     doubt = 2 * MEDIAN_ERROR * r.noise("kl") / math.sqrt(LEVEL) if r.has("kl") else 0.0
     moved = r.now("kl_old", 3)
@@ -35,16 +53,22 @@ def kl_explosion(r: Readings) -> Verdict | None:
         signs.add(
             r.onset("kl_clamped_frac", 0.001, 1), f"{percent(clamped)} of the tokens' KL hit the clamp (limit: 0.1 %)"
         )
-    if moved > 0.2:
-        signs.add(r.onset("kl_old", 0.2, 1), f"one step moved the policy {moved:.3g} nats a token (limit: 0.2)")
+    if moved > FAR:
+        signs.add(r.onset("kl_old", FAR, 1), f"one step moved the policy {moved:.3g} nats a token (limit: {FAR})")
+    ahead = _at_peak(r)
+    if ahead > FAR >= moved:
+        text = (
+            f"a step moves the policy {moved:.2g} nats a token, which is {ahead:.2g} at the peak of the learning rate"
+        )
+        signs.add(r.history.step, f"{text} (limit: {FAR})")
     if not signs:
         return None
     since = signs.since
     lost = kl - doubt > 0.5 and r.helpless(r.onset("kl", 0.25, 1))
-    sure = lost or kl >= 1 or clamped > 0.001 or moved > 0.2
+    sure = lost or kl >= 1 or clamped > 0.001 or moved > FAR or ahead > FAR
     if not sure and not r.helpless(min(since, r.history.step - 15)):
         return None
-    bad = r.dropped and (kl > 0.3 or moved > 0.2)
+    bad = r.dropped and (kl > 0.3 or moved > FAR)
     severity: Severity = "critical" if bad or kl > 3 or clamped > 0.01 or moved > 0.5 else "warning"
     severity = "info" if severity == "warning" and (r.solved or not sure) else severity
     coef = fact(r.facts, "kl_coef", 0.0)
@@ -57,6 +81,7 @@ def kl_explosion(r: Readings) -> Verdict | None:
     remedies = [menu.lower_lr(), menu.more_kl(), menu.kl_stop(), menu.fewer_updates(), menu.refresh_reference()]
     remedies += [menu.dual_clip(), menu.clip_gradient()]
     evidence = [*signs, told("success", r.shift("success"))]
+    evidence += [] if r.has("kl") else ["the KL to the reference isn't measured (kl_coef is 0), so it isn't judged"]
     examples = r.examples(lambda t: t.num_sampled_tokens, wrong)
     return Verdict(severity, since, evidence, causes, remedies, examples)
 
@@ -221,9 +246,24 @@ def stale_updates(r: Readings) -> Verdict | None:
     return Verdict(severity, since, evidence, causes, remedies)
 
 
+def _jumps(r: Readings, clip: float) -> tuple[int, str] | None:
+    """Since when gradients are beyond the clip in steps that are too far, or will be after a warm-up; the evidence."""
+    known, moved, ahead = r.known("grad_norm"), r.now("kl_old"), _at_peak(r)
+    newest = known.values[-SPAN:]
+    jumps = np.flatnonzero(newest > max(clip, 2 * median(known.values[-30:])))
+    if len(jumps) >= 3 and moved > 0.02 and r.helpless(since := int(known.steps[-SPAN:][jumps[0]])):
+        text = f"gradient norm beyond the clip and twice its running median in {len(jumps)} of {SPAN} steps (limit: 3)"
+        return since, f"{text}, and a step moves the policy {moved:.2g} nats a token (limit: 0.02)"
+    if ahead > FAR and newest[-NOW:].max() > clip:
+        text = f"gradient norm {newest[-NOW:].max():.3g} (clip: {clip:g}), and a step will move the policy"
+        return r.history.step, f"{text} {ahead:.2g} nats a token at the peak of the learning rate (limit: {FAR})"
+    return None
+
+
 def gradient_instability(r: Readings) -> Verdict | None:
     """Gradients that aren't finite; or three times their running median for several steps and beyond the clip; or again
-    and again twice that, while steps move the policy far (0.02 nats a token) and nothing is gained."""
+    and again twice that, while steps move the policy far (0.02 nats a token) and nothing is gained; or beyond the clip
+    in a warm-up whose steps will be too far at its end."""
     known = r.known("grad_norm")
     values, clip = known.values, min(fact(r.facts, "grad_clip", 1.0), 1.0)
     broken = r.known("num_nonfinite").values[-5:]
@@ -246,10 +286,8 @@ def gradient_instability(r: Readings) -> Verdict | None:
                 f"gradient norm {now:.3g}, {now / usual:.2g} times its running median (limit: 3)",
             )
             severity = "critical" if now > 10 * usual or r.dropped else severity
-    jumps = np.flatnonzero(values[-SPAN:] > max(clip, 2 * median(values[-30:])))
-    if len(jumps) >= 3 and r.now("kl_old") > 0.02 and r.helpless(since := int(known.steps[-SPAN:][jumps[0]])):
-        text = f"gradient norm beyond the clip and twice its running median in {len(jumps)} of {SPAN} steps (limit: 3)"
-        signs.add(since, f"{text}, and a step moves the policy {r.now('kl_old'):.2g} nats a token (limit: 0.02)")
+    if (jumped := _jumps(r, clip)) is not None:
+        signs.add(*jumped)
         severity = "critical" if r.dropped else severity
     if not signs:
         return None
