@@ -145,14 +145,15 @@ def test_a_run_whose_tools_are_told_in_words_has_a_system_message() -> None:
     recipe = load_recipe(TINY, [f"env={json.dumps({'name': f'{__file__}:Shop', 'args': {'protocol': 'python'}})}"])
     manner = manner_of(recipe)
     assert manner.system.startswith("Be brief.\n\nTools:") and manner.tools_in == "nowhere"
-    assert manner_of(recipe, ask=False).system == ""
+    manner = manner_of(recipe, tools_in="system", turn_tokens=8, context_tokens=None)
+    assert (manner.system, manner.tools_in, manner.turn_tokens, manner.context_tokens) == ("", "system", 8, 256)
 
 
 def test_an_environment_that_opens_no_task_is_said_and_can_be_gone_round() -> None:
     recipe = load_recipe(TINY, [f"env={json.dumps({'name': f'{__file__}:Broken', 'args': {'protocol': 'tags'}})}"])
     with pytest.raises(ConfigError, match=r"--tools-in: environment .*OSError: no disk.*template, system, nowhere"):
         manner_of(recipe)
-    assert manner_of(recipe, ask=False).protocol == "tags"
+    assert manner_of(recipe, tools_in="system").protocol == "tags"
 
 
 def test_an_agent_program_has_said_it_in_its_section() -> None:

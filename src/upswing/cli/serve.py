@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -49,17 +49,13 @@ def serve_command(
     POST /v1/chat/completions (stream, tools, n, logprobs, seed), GET /v1/models, GET /health.
     """
     _check_choices(protocol, tools_in, quantize)
-    model, manner = target, Manner()
-    template: str | None = None
+    model, recipe = target, None
     if is_run_folder(Path(target)):
         recipe = load_recipe(Path(target))
         ((_, model),) = checkpoints_of(Path(target), recipe, [stage] if stage else []).items()
-        template = recipe.chat_template
-        manner = manner_of(recipe, ask=tools_in is None)
     elif stage is not None:
         raise ConfigError(f"--stage needs a run folder, but '{target}' isn't one")
-    given = {"protocol": protocol, "tools_in": tools_in, "turn_tokens": max_tokens, "context_tokens": max_context}
-    manner = replace(manner, **{name: value for name, value in given.items() if value is not None})
+    manner = manner_of(recipe, protocol=protocol, tools_in=tools_in, turn_tokens=max_tokens, context_tokens=max_context)
     serve = listen(host, port, "/v1")
     from upswing.engine.torch import TorchEngine
     from upswing.models.load import load_model, load_tokenizer
@@ -67,7 +63,7 @@ def serve_command(
     from upswing.rollout.serving import Serving
     from upswing.trajectory.render import ChatRenderer
 
-    renderer = ChatRenderer(load_tokenizer(model, template))
+    renderer = ChatRenderer(load_tokenizer(model, recipe and recipe.chat_template))
     loaded = load_model(model, tokenizer=renderer.tokenizer)
     kind: Literal["int8"] | None = "int8" if quantize else None
     engine = TorchEngine.from_model(
@@ -92,7 +88,7 @@ def serve_command(
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a model is used to be talked to."""
+    """How a model is used to being talked to."""
 
     protocol: str = "hermes"
     tools_in: str = "template"
@@ -103,9 +99,14 @@ class Manner:
     """None: the model's."""
 
 
-def manner_of(recipe: Recipe, *, ask: bool = True) -> Manner:
-    """As a run's model was trained: by its agent program's section, else as its environment opens a task, which isn't
-    tried unless `ask`. Raises ConfigError when that can't be."""
+def manner_of(recipe: Recipe | None, **given: Any) -> Manner:
+    """What is `given` (and not None), else as a run's model was trained: by its agent program's section, or as its
+    environment opens a task, which isn't tried when `tools_in` is given. Raises ConfigError when that can't be."""
+    known = Manner() if recipe is None else _trained(recipe, ask=given.get("tools_in") is None)
+    return replace(known, **{name: value for name, value in given.items() if value is not None})
+
+
+def _trained(recipe: Recipe, *, ask: bool) -> Manner:
     limits = recipe.limits
     known = Manner(turn_tokens=limits.turn_tokens, context_tokens=limits.context_tokens)
     if recipe.agent is not None:

@@ -198,8 +198,8 @@ def _read_request(body: Mapping[str, Any]) -> ChatRequest:
             raise Refused(f"{name} {json.dumps(value):.80} isn't supported by the training proxy{allowed}")
     if (choice := body.get("tool_choice") or "auto") not in ("auto", "none"):
         raise Refused(
-            f"tool_choice {json.dumps(choice):.80} isn't supported: a call can't be forced on a policy, which is sampled "
-            'as it is; allowed: "auto", "none"'
+            f"tool_choice {json.dumps(choice):.80} isn't supported: a policy is sampled as it is, and a call can't be "
+            'forced on it; allowed: "auto", "none"'
         )
     said = body.get("messages")
     if not isinstance(said, list) or not said:
