@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,10 @@ TIMEOUT_S = 600.0
 BEAT_S = 1.0
 SILENT_S = 15.0
 """A rank that has come and isn't heard for so long before all are there is lost: then nothing keeps it busy."""
+LOST_S = 60.0
+"""The same within an order, where a rank may be too busy to be heard for a while."""
+GRACE_S = 10.0
+"""For so long rank 0 may take to end by itself, once one is lost within an order."""
 BUILD, END = "build", "end"
 AGAIN = "start the run again with --resume"
 
@@ -72,6 +77,7 @@ class Ranks:
         try:
             with self.losses_named():
                 self._wait(_begun(lambda: self._join(store, timeout)), watch, timeout_s)
+            threading.Thread(target=self._guard, daemon=True).start()
         except BaseException:
             self._broken = f"the ranks haven't met; {AGAIN}"
             self.end()
@@ -138,6 +144,25 @@ class Ranks:
         finally:
             self._busy = False
 
+    def _guard(self) -> None:
+        """End the process, and say why, when a rank is lost within an order: collectives would wait for it for ever, on
+        NCCL in a place that no signal reaches."""
+        heard: dict[int, tuple[int, float]] = {}
+        with suppress(RuntimeError):  # the store went with its host
+            while not self._done.wait(BEAT_S):
+                now = time.monotonic()
+                for rank, beat in self._beats().items():
+                    if not self._busy or beat != heard.get(rank, (0,))[0]:
+                        heard[rank] = beat, now
+                silent = [rank for rank, (_, when) in heard.items() if now - when > LOST_S]
+                if silent:
+                    told = f"error: UpswingError: {self._told(silent, [])}; {AGAIN}"
+                    os.kill(os.getpid(), signal.SIGTERM)  # where Python still runs, all is put away
+                    if not self._done.wait(GRACE_S) and self._busy:
+                        print(told, file=sys.stderr, flush=True)
+                        os._exit(1)
+                    return
+
     def lost(self) -> str:
         """Which other ranks have failed or are gone, of which nothing is asked any more; empty: none. Takes a few
         beats."""
@@ -177,6 +202,7 @@ class Ranks:
 
     def end(self) -> None:
         """Let the others go."""
+        self._done.set()
         signal.signal(signal.SIGTERM, self._before)
         if not self._broken:
             with suppress(RuntimeError):  # one that is gone: nothing is asked of it any more
