@@ -65,6 +65,15 @@ def test_other_bounds_are_taken(rl: dict[str, Any]) -> None:
     int8(rl)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "bitsandbytes"])
+def test_what_vllm_quantises_needs_a_correction_too(kind: str) -> None:
+    """Its own option, beside `engine.quantize`: the sampler is another distribution all the same."""
+    engine = {"kind": "vllm", "options": {"quantization": kind}}
+    with pytest.raises(ConfigError, match=rf"correction: got nothing, but engine.options.quantization '{kind}' samples"):
+        recipe_from({**recipe({}).to_dict(), "engine": engine})
+    recipe_from({**recipe({"correction": "tis"}).to_dict(), "engine": engine})
+
+
 def test_an_unknown_precision_is_refused() -> None:
     plain = recipe({}).to_dict()
     with pytest.raises(ConfigError, match=r"engine.quantize: got 'int4'.*int8"):

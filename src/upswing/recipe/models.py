@@ -166,19 +166,21 @@ class Recipe(Section):
 
     def _check_quantize(self) -> None:
         """A sampler that isn't the learner is corrected for."""
-        if self.engine.quantize is None:
+        own, vllm = self.engine.quantize, self.engine.options.get("quantization")
+        if own is None and vllm is None:
             return
-        why = f"but engine.quantize '{self.engine.quantize}' samples from another distribution than the learner's"
+        it = "options.quantization" if own is None else "quantize"
+        why = f"but engine.{it} '{own or vllm}' samples from another distribution than the learner's"
         for index, stage in enumerate(self.stages):
             if isinstance(stage, DistillStage) and stage.kl == "sampled":
-                raise refuse(f"stages.{index}.kl", f"got 'sampled', {why}; use kl: full, or leave quantize out")
+                raise refuse(f"stages.{index}.kl", f"got 'sampled', {why}; use kl: full, or leave {it} out")
             if not isinstance(stage, RlStage):
                 continue
             if stage.old_logprobs == "engine":
-                use = "use old_logprobs: recompute with correction: tis, or leave quantize out"
+                use = f"use old_logprobs: recompute with correction: tis, or leave {it} out"
                 raise refuse(f"stages.{index}.old_logprobs", f"got 'engine', {why}; {use}")
             if stage.correction is None:
-                add = "add correction: tis (or seq_tis, mis, seq_mis, icepop), or leave quantize out"
+                add = f"add correction: tis (or seq_tis, mis, seq_mis, icepop), or leave {it} out"
                 raise refuse(f"stages.{index}.correction", f"got nothing, {why}; {add}")
             for key, default in EFFECTS["correction"][stage.correction].items():
                 if stage.correction in ("geo_rs", "k3_rs") and getattr(stage, key) == default:
