@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import math
+import queue
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,7 +37,8 @@ class Drawn(NamedTuple):
 
 
 class ModelServer:
-    """One forward a token, slow and plain. `faults` names what it does wrong next."""
+    """One forward a token, slow and plain. `faults` names what it does wrong next. `stuck`: it never pauses. `mute`: it
+    doesn't say which weights it has sampled with."""
 
     def __init__(self) -> None:
         self.model = load_model("tiny").model.eval()
@@ -50,12 +51,14 @@ class ModelServer:
         self.faults: list[str] = []
         self.calls: list[str] = []
         self.loads = self.running = 0
+        self.stuck = self.mute = False
         self.aborted: set[str] = set()
 
     def restart(self) -> None:
         self.model.load_state_dict(self.first)
         self.version = "default"
-        self.paused = self.asleep = False
+        self.paused: bool | str = False
+        self.asleep = False
 
     def load(self, folder: str) -> None:
         self.loads += 1
@@ -75,15 +78,18 @@ class ModelServer:
         stop: Collection[int],
         seed: int | None,
         update: dict[str, torch.Tensor] | None = None,
+        cut: Callable[[], bool] = bool,
     ) -> list[Drawn]:
-        """`update`: an adapter's, by the name of the weight."""
+        """`update`: an adapter's, by the name of the weight. `cut`: it ends now."""
         generator = torch.Generator()
         generator.manual_seed(seed) if seed is not None else generator.seed()
         drawn: list[Drawn] = []
         self.running += 1
         while len(drawn) < count and not (drawn and drawn[-1].token in stop):
-            while self.paused or self.asleep:
+            while (self.paused or self.asleep) and not cut():
                 await asyncio.sleep(0.001)
+            if cut():
+                break
             with torch.no_grad():
                 weights = dict(self.model.named_parameters())
                 changed = {name: weights[name] + delta for name, delta in (update or {}).items()}
@@ -119,15 +125,29 @@ def update_of(folder: str) -> dict[str, torch.Tensor]:
 
 
 class VllmServer(ModelServer):
-    """`dev`: its weights may be changed. `max_rank`: of adapters. `gpu`: it can sleep."""
+    """`dev`: its weights may be changed. `max_rank`: of adapters, `max_loras`: of which completions run at once. `gpu`:
+    it can sleep. `dtype`: of its weights, as it says."""
 
     def reset(self) -> None:
         super().reset()
-        self.dev, self.max_rank, self.gpu = True, 8, True
+        self.dev, self.max_rank, self.max_loras, self.gpu = True, 8, 2, True
+        self.dtype = "torch.float32"
 
     def restart(self) -> None:
         super().restart()
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.in_use: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def slot(self, adapter: str) -> AsyncIterator[dict[str, torch.Tensor] | None]:
+        """What an adapter adds, once it has a slot."""
+        while adapter and not self.in_use[adapter] and len(+self.in_use) >= self.max_loras:
+            await asyncio.sleep(0.001)
+        self.in_use.update([adapter] if adapter else [])
+        try:
+            yield self.adapters.get(adapter)
+        finally:
+            self.in_use.subtract([adapter] if adapter else [])
 
     async def generate(self, request: Request) -> JSONResponse:
         fault = self.faults.pop(0) if self.faults else ""
@@ -136,11 +156,12 @@ class VllmServer(ModelServer):
         body = await request.json()
         if "model" in body and body["model"] not in self.adapters:
             return JSONResponse({"error": {"message": "The model does not exist."}}, status_code=404)
-        params, update = body["sampling_params"], self.adapters.get(body.get("model", ""))
+        params = body["sampling_params"]
         stop = params.get("stop_token_ids", ())
-        drawn = await self.sample(
-            body["token_ids"], params["max_tokens"], params["temperature"], stop, params.get("seed", 0), update
-        )
+        async with self.slot(body.get("model", "")) as update:
+            drawn = await self.sample(
+                body["token_ids"], params["max_tokens"], params["temperature"], stop, params.get("seed", 0), update
+            )
         content = [
             {
                 "token_id": one.token,
@@ -151,7 +172,7 @@ class VllmServer(ModelServer):
         ]
         tokens = [one.token for one in drawn]
         choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"content": content}}
-        choice["weight_versions"] = spans_of(drawn)
+        choice["weight_versions"] = None if self.mute else spans_of(drawn)
         choice["finish_reason"] = "abort" if fault == "abort" else "stop" if tokens[-1] in stop else "length"
         if fault == "no logprobs":
             choice["logprobs"] = None
@@ -165,6 +186,8 @@ class VllmServer(ModelServer):
 
     async def rpc(self, request: Request) -> JSONResponse:
         body = await request.json()
+        if self.faults[:1] == ["no load"]:
+            return JSONResponse({"error": "No such file or directory"}, status_code=500)
         self.reload(body["method"], body["kwargs"])
         return JSONResponse({"results": [None]})
 
@@ -193,6 +216,7 @@ class VllmServer(ModelServer):
             path, query = request.url.path, request.query_params
             self.calls.append(path)
             if path in ("/pause", "/resume"):
+                await asyncio.sleep(30 * (self.stuck and path == "/pause"))
                 self.paused = path == "/pause"
             if path in ("/sleep", "/wake_up"):
                 assert path == "/wake_up" or query["mode"] == "keep"
@@ -201,8 +225,8 @@ class VllmServer(ModelServer):
                 self.version = (await request.json())["new_version"]
             if path in ("/weight_info", "/server_info") and not self.dev:
                 return JSONResponse({}, status_code=404)
-            lora = {"max_lora_rank": self.max_rank} if self.max_rank else None
-            config = {"lora_config": lora, "model_config": {"enable_sleep_mode": self.gpu}}
+            lora = {"max_lora_rank": self.max_rank, "max_loras": self.max_loras} if self.max_rank else None
+            config = {"lora_config": lora, "model_config": {"enable_sleep_mode": self.gpu, "dtype": self.dtype}}
             models = [{"max_model_len": CONTEXT}]
             return JSONResponse(
                 {"weight_version": self.version, "success": True, "data": models, "vllm_config": config}
@@ -215,175 +239,25 @@ class VllmServer(ModelServer):
                 Route("/collective_rpc", self.rpc, methods=["POST"]),
                 *(Route(f"/v1/{one}_lora_adapter", self.lora, methods=["POST", "GET"]) for one in ("load", "unload")),
                 *(Route(f"/{path}", note, methods=["POST"]) for path in plain),
-                *(Route(path, note) for path in ("/v1/models", "/weight_info", "/server_info")),
+                *(Route(path, note) for path in ("/v1/models", "/weight_info", "/server_info", "/health")),
             ]
         )
 
 
-@dataclass(kw_only=True)
-class _Params:
-    """vLLM's SamplingParams, as far as they are used."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    logprobs: int
-    detokenize: bool
-    output_kind: int
-    stop: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.stop and not self.detokenize:
-            raise ValueError("stop strings are only supported when detokenize is True")
-
-
-@dataclass(kw_only=True)
-class _EngineArgs:
-    """Its AsyncEngineArgs."""
-
-    model: str
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    dtype: str = "auto"
-    logprobs_mode: str = "raw_logprobs"
-    enable_sleep_mode: bool = False
-    disable_log_stats: bool = False
-    kv_cache_memory_bytes: int | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    gpu_memory_utilization: float = 0.92
-    tensor_parallel_size: int = 1
-
-
-@dataclass(kw_only=True)
-class _Adapter:
-    """Its LoRARequest."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-
-@dataclass
-class _Span:
-    version: str
-    start: int
-    end: int
-
-
-class _ClientError(Exception):
-    """Its VLLMClientError."""
-
-
-class LocalServer(VllmServer):
-    """vLLM's AsyncLLM: what it takes and tells is as in its source, the model behind it is the stand-ins' own."""
-
-    def start(self, args: _EngineArgs) -> LocalServer:
-        if args.enable_sleep_mode and not self.gpu:
-            raise ValueError("Sleep mode is not supported on current platform.")
-        self.args, self.model_config = args, SimpleNamespace(max_model_len=args.max_model_len)
-        self.processed, self.on = args.logprobs_mode == "processed_logprobs", True
-        return self
-
-    async def generate(
-        self, prompt: dict[str, list[int]], params: _Params, request_id: str, *, lora_request: _Adapter | None = None
-    ) -> AsyncIterator[SimpleNamespace]:
-        fault = self.faults.pop(0) if self.faults else ""
-        if fault == "refuse":
-            raise _ClientError("the prompt is empty")
-        if fault == "dead":
-            raise RuntimeError("EngineCore encountered an issue.")
-        stop, seed = params.stop_token_ids, params.seed
-        update = None if lora_request is None else self.adapters[str(lora_request.lora_int_id)]
-        try:
-            await self.broken(fault)
-            drawn = await self.sample(
-                prompt["prompt_token_ids"], params.max_tokens, params.temperature, stop, seed, update
-            )
-        except asyncio.CancelledError:
-            self.aborted.add(request_id)
-            raise
-        told = [{one.token: SimpleNamespace(logprob=one.logprob)} for one in drawn]
-        output = SimpleNamespace(
-            token_ids=[one.token for one in drawn],
-            logprobs=told[:-1] if fault == "one token short" else None if fault == "no logprobs" else told,
-            finish_reason="abort" if fault == "abort" else "stop" if drawn[-1].token in stop else "length",
-            weight_versions=[_Span(**span) for span in spans_of(drawn)],
-        )
-        yield SimpleNamespace(outputs=[output])
-
-    async def pause_generation(self, *, mode: str) -> None:
-        self.calls.append("/pause")
-        self.paused = mode == "keep"
-
-    async def resume_generation(self) -> None:
-        self.calls.append("/resume")
-        self.paused = False
-
-    async def collective_rpc(self, method: str, *, kwargs: dict[str, str]) -> None:
-        self.reload(method, kwargs)
-
-    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
-        self.calls.append("/reset_prefix_cache")
-        return reset_running_requests
-
-    async def update_weight_version(self, new_version: str) -> None:
-        self.calls.append("/update_weight_version")
-        self.version = new_version
-
-    async def get_weight_version(self) -> str:
-        return self.version
-
-    async def add_lora(self, request: _Adapter) -> bool:
-        assert self.args.enable_lora and str(request.lora_int_id) not in self.adapters, "an id is for one adapter"
-        self.adapters[str(request.lora_int_id)] = update_of(request.lora_path)
-        return True
-
-    async def remove_lora(self, number: int) -> bool:
-        return self.adapters.pop(str(number), None) is not None
-
-    async def sleep(self, level: int, mode: str) -> None:
-        assert (level, mode) == (1, "keep") and self.args.enable_sleep_mode
-        self.calls.append("/sleep")
-        self.asleep = True
-
-    async def wake_up(self) -> bool:
-        self.calls.append("/wake_up")
-        self.asleep = False
-        return True
-
-    def shutdown(self) -> None:
-        self.on = False
-
-    def modules(self) -> dict[str, ModuleType]:
-        """What `import vllm` finds."""
-        names = {
-            "vllm": {"SamplingParams": _Params},
-            "vllm.engine.arg_utils": {"AsyncEngineArgs": _EngineArgs},
-            "vllm.exceptions": {"VLLMClientError": _ClientError},
-            "vllm.lora.request": {"LoRARequest": _Adapter},
-            "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
-            "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=self.start)},
-        }
-        found = {name: ModuleType(name) for name in names}
-        for name, content in names.items():
-            vars(found[name]).update(content)
-        return found
-
-
 class SglangServer(ModelServer):
-    """`old`: it tells the last token's weights only, and can't pause. `router`: it stands in front of the real one."""
+    """`old`: it tells the last token's weights only. `router`: it stands in front of the real one.
+
+    With requests inside, paused or not, it doesn't flush its cache, and new weights kill it, as before 0.5.23.
+    """
 
     def reset(self) -> None:
         super().reset()
-        self.old = self.router = self.mute = self.seeded = False
+        self.old = self.router = self.seeded = False
         self.asked: set[str] = set()
+
+    def restart(self) -> None:
+        super().restart()
+        self.inside = 0
 
     async def generate(self, request: Request) -> JSONResponse:
         fault = self.faults.pop(0) if self.faults else ""
@@ -395,14 +269,20 @@ class SglangServer(ModelServer):
             return broken
         stop = params.get("stop_token_ids", ())
         seed = params.get("sampling_seed") if self.seeded else None
-        drawn = await self.sample(body["input_ids"], params["max_new_tokens"], params["temperature"], stop, seed)
+        while self.paused == "abort":  # they don't get in
+            await asyncio.sleep(0.001)
+        self.inside += 1
+        asked = body["input_ids"], params["max_new_tokens"], params["temperature"], stop, seed
+        drawn = await self.sample(*asked, cut=lambda: self.paused == "abort")
+        self.inside -= 1
+        ended = self.paused == "abort"
         meta: dict[str, Any] = {
             "output_token_logprobs": [[one.logprob, one.token, None] for one in drawn],
             "output_top_logprobs": [[[one.top[1], one.top[0], None]] for one in drawn],
             "completion_tokens": len(drawn),
-            "weight_version": drawn[-1].version,
+            "weight_version": self.version,
             "weight_versions": spans_of(drawn),
-            "finish_reason": {"type": "stop" if drawn[-1].token in stop else "length"},
+            "finish_reason": {"type": "abort" if ended else "stop" if drawn[-1].token in stop else "length"},
         }
         if self.old:
             del meta["weight_versions"]
@@ -420,7 +300,7 @@ class SglangServer(ModelServer):
 
     async def update(self, request: Request) -> JSONResponse:
         body = await request.json()
-        assert body["flush_cache"] and (self.paused or self.old)
+        assert body["flush_cache"] and self.paused and not self.inside, "its scheduler dies"
         if self.faults[:1] == ["no load"]:
             return JSONResponse({"success": False, "message": "out of memory"}, status_code=400)
         self.load(body["model_path"])
@@ -431,10 +311,15 @@ class SglangServer(ModelServer):
         async def note(request: Request) -> JSONResponse:
             path = request.url.path
             self.calls.append(path)
-            if path.endswith("_generation"):
-                if self.old:
-                    return JSONResponse({}, status_code=404)
-                self.paused = path == "/pause_generation"
+            if path == "/pause_generation":
+                await asyncio.sleep(30 * self.stuck)
+                self.paused = (await request.json())["mode"]
+                while self.paused == "abort" and self.inside:
+                    await asyncio.sleep(0.001)
+            if path == "/continue_generation":
+                self.paused = False
+            if path == "/flush_cache" and self.inside:
+                return JSONResponse({"error": "requests are pending"}, status_code=400)
             if path == "/abort_request":
                 self.aborted.add((await request.json())["rid"])
             return JSONResponse({"weight_version": self.version, "data": [{"max_model_len": CONTEXT}]})
@@ -447,7 +332,11 @@ class SglangServer(ModelServer):
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/update_weights_from_disk", self.update, methods=["POST"]),
                 Route("/update_weights_from_disk", is_there, methods=["GET"]),
-                *(Route(f"/{path}_generation", note, methods=["POST"]) for path in ("pause", "continue")),
+                Route("/pause_generation", is_there, methods=["GET"]),
+                *(
+                    Route(f"/{path}", note, methods=["POST"])
+                    for path in ("pause_generation", "continue_generation", "flush_cache")
+                ),
                 Route("/abort_request", note, methods=["POST"]),
                 *(Route(path, note) for path in ("/v1/models", "/get_model_info")),
             ]
@@ -459,16 +348,43 @@ class HasApp(Protocol):
 
 
 @contextlib.contextmanager
-def serving(server: HasApp) -> Iterator[str]:
+def serving(server: HasApp, port: int = 0) -> Iterator[str]:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        running = uvicorn.Server(uvicorn.Config(server.app(), log_level="error"))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        running = uvicorn.Server(uvicorn.Config(server.app(), log_level="critical"))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         while not running.started:
             time.sleep(0.005)
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        running.should_exit = True
+        running.should_exit = running.force_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def dying(server: ModelServer, when: Callable[[], bool], away_s: float) -> Iterator[str]:
+    """Once `when` says so the server is gone, with all that it was at; later it begins anew at the same port."""
+    address: queue.Queue[str] = queue.Queue()
+    over = threading.Event()
+
+    def serve() -> None:
+        with serving(server) as url:
+            address.put(url)
+            while not when() and not over.is_set():
+                time.sleep(0.002)
+        server.restart()
+        over.wait(away_s)
+        if not over.is_set():
+            with serving(server, int(url.rpartition(":")[2])):
+                over.wait()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield address.get()
+    finally:
+        over.set()
         thread.join()
 
 

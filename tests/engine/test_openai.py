@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
 from upswing.stages.rows import make_batch
 from upswing.stages.runner import run_recipe
+from upswing.stages.servers import server_of
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
 from upswing.trajectory.types import Group, Message, Outcome, Score, StopReason, Task, Trajectory
@@ -46,17 +49,23 @@ class Server:
         self.seen: list[dict[str, Any]] = []
         self.strict = self.ids = False
         self.modern = False
+        self.temperatures: list[float] = []
+        """The only ones that it takes; empty: all."""
 
     async def chat(self, request: Request) -> JSONResponse:
         body = await request.json()
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return JSONResponse({"error": "no key"}, status_code=401)
         refused = (self.strict and "return_token_ids" in body) or (self.modern and "max_tokens" in body)
+        if self.temperatures and body.get("temperature", 1.0) not in self.temperatures:
+            return JSONResponse({"error": "temperature does not support this value"}, status_code=400)
         if refused or body["model"] != "wise":
             return JSONResponse({"error": "not known"}, status_code=400)
         said = self.script.pop(0) if self.script else {"role": "assistant", "content": "4"}
         if isinstance(said, int):
-            return JSONResponse({"error": "down"}, status_code=said)
+            return JSONResponse(
+                {"error": "down"}, status_code=said, headers={"Retry-After": "1"} if said == 429 else {}
+            )
         if said == "hang":
             await asyncio.sleep(30)
         self.seen.append(body)
@@ -140,6 +149,23 @@ def test_how_it_is_asked_is_found_out(address: tuple[Server, str], server: Serve
     server.modern = True
     assert found() and "max_completion_tokens" in server.seen[-1]
     assert set(OpenAIEngine.best.missing()) == {"token_in", "token_out", "exact_logprobs", "weight_updates", "versions"}
+
+
+@pytest.mark.parametrize(("greedy", "refused"), [(True, True), (False, False)])
+def test_a_temperature_that_the_model_refuses_is_found_out_before_anything_is_played(
+    address: tuple[Server, str], server: Server, greedy: bool, refused: bool
+) -> None:
+    server.temperatures, server.modern = [1.0], True
+    engine = {"kind": "openai", "url": address[1], "model": "wise", "api_key_env": "WISE_KEY"}
+    one = recipe_from(served_recipe(engine, stage="eval", of=["base"], tasks=1, split="train", greedy=greedy))
+    with pytest.raises(ConfigError, match=r"refuses temperature 0 .*greedy: false") if refused else nullcontext():
+        server_of(one, Progress(quiet=True))
+
+
+async def test_it_is_asked_again_when_it_says(address: tuple[Server, str], server: Server) -> None:
+    began = time.monotonic()
+    found = await played(address, [429, {"content": "5"}], server)
+    assert found.reward == 1.0 and time.monotonic() - began > 1
 
 
 def test_a_key_that_is_not_there(server: Server, address: tuple[Server, str], tmp_path: Path) -> None:
@@ -227,8 +253,8 @@ async def test_what_it_says_is_marked_and_never_learned_from(address: tuple[Serv
 @pytest.mark.parametrize(
     ("script", "reason", "error"),
     [
-        ([503, 429, {"content": "5"}], StopReason.ANSWERED, None),
-        ([500] * 9, StopReason.ERROR, "failed at /chat/completions 4 times"),
+        ([503, {"content": "5"}], StopReason.ANSWERED, None),
+        ([500] * 999, StopReason.ERROR, "failed for 0.3 s; the last: /chat/completions: status 500"),
         ([400], StopReason.ERROR, "refused /chat/completions: status 400"),
         ([({"content": "5"}, "content_filter")], StopReason.ERROR, "no whole turn"),
         ([({"content": ""}, "stop")], StopReason.ERROR, "said nothing"),
@@ -238,8 +264,14 @@ async def test_what_it_says_is_marked_and_never_learned_from(address: tuple[Serv
     ],
 )
 async def test_faults_are_named_and_never_an_answer(
-    address: tuple[Server, str], server: Server, script: list[Any], reason: StopReason, error: str | None
+    address: tuple[Server, str],
+    server: Server,
+    script: list[Any],
+    reason: StopReason,
+    error: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(http, "OUTAGE_S", 0.3)
     limits = Limits(turn_tokens=64, context_tokens=1500, turn_timeout_s=0.2 if script == ["hang"] else 60.0)
     found = await played(address, script, server, limits=limits)
     assert found.stop_reason is reason and (error or "") in (found.error or "")

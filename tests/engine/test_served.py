@@ -7,8 +7,12 @@ server, vLLM in this process, an SGLang server; and their faults.
 from __future__ import annotations
 
 import asyncio
+import copy
+import resource
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.engine.servers import LocalServer, ModelServer, SglangServer, VllmServer, logprobs_of, served_recipe, serving
+from tests.engine.local_vllm import LocalServer
+from tests.engine.servers import ModelServer, SglangServer, VllmServer, dying, logprobs_of, served_recipe, serving
 
 from upswing.engine import http
 from upswing.engine.base import FinishReason, Sampling
@@ -24,6 +29,7 @@ from upswing.engine.http import HttpEngine
 from upswing.engine.sglang import SglangEngine
 from upswing.engine.vllm import VllmEngine
 from upswing.errors import ConfigError, UpswingError
+from upswing.models.load import load_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import recipe_from
@@ -97,21 +103,34 @@ async def test_tokens_and_logprobs_are_those_of_the_sampling_distribution(
 
 
 async def test_new_weights_reach_completions_that_run(engine: HttpEngine, served: Served, tmp_path: Path) -> None:
-    server = served.server
-    weights = {name: p * 1.05 if p.is_floating_point() else p for name, p in server.first.items()}
-    await engine.update_weights(server.first, 7)
+    """Each token has the log-prob that the weights of its version give it: at the borders, too."""
+    server, models = served.server, {7: served.server.model}
+    for version, factor in ((8, 1.5), (9, 0.5), (10, 2.0), (11, 0.7), (12, 1.3), (13, 0.6)):
+        models[version] = copy.deepcopy(server.model)
+        with torch.no_grad():
+            for parameter in models[version].parameters():
+                parameter.mul_(factor)
+    weights = {version: copy.deepcopy(model.state_dict()) for version, model in models.items()}
+    models[7] = copy.deepcopy(server.model)
+    await engine.update_weights(weights[7], 7)
     begun = server.running
     running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=50, seed=1)))
     while server.running == begun:
         await asyncio.sleep(0.001)
-    await asyncio.sleep(0.03)
-    await engine.update_weights(weights, 8)
+    for version in range(8, 14):  # more than there are tries
+        await asyncio.sleep(0.01)
+        await engine.update_weights(weights[version], version)
     found = await running
-    assert set(found.policy_version) == {7, 8} and sorted(found.policy_version) == list(found.policy_version)
+    told = found.policy_version
+    assert len(told) == 50 and len({*told}) > 2 and sorted(told) == list(told)
+    by_version = {version: logprobs_of(models[version], PROMPT, found.tokens) for version in {*told}}
+    assert found.engine_logprobs == pytest.approx([by_version[v][at] for at, v in enumerate(told)], abs=1e-4)
+    borders = [(at, told[at - 1], told[at]) for at in range(1, 50) if told[at - 1] != told[at]]
+    assert all(abs(by_version[old][at] - by_version[new][at]) > 1e-3 for at, old, new in borders), "nothing is shown"
     after = await engine.generate(PROMPT, Sampling(max_tokens=8, seed=1))
-    assert after.policy_version == (8,) * 8 and engine.version == 8
+    assert after.policy_version == (13,) * 8 and engine.version == 13
     assert after.engine_logprobs == pytest.approx(logprobs_of(server.model, PROMPT, after.tokens), abs=1e-4)
-    assert not server.paused and [path.name for path in tmp_path.glob("*/*")] == ["8"], "old weights stay on disk"
+    assert not server.paused and [path.name for path in tmp_path.glob("*/*")] == ["13"], "old weights stay on disk"
 
 
 async def test_tied_weights_are_given_under_both_names(engine: HttpEngine, served: Served, tmp_path: Path) -> None:
@@ -127,6 +146,132 @@ async def test_tied_weights_are_given_under_both_names(engine: HttpEngine, serve
     assert engine.stats.weight_bytes == 2 * sizes[0]
 
 
+class _Read(dict[str, torch.Tensor]):
+    """Says which threads its values are made in."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.threads: set[int] = set()
+
+    def items(self) -> Any:
+        self.threads.add(threading.get_ident())
+        return super().items()
+
+
+@only("vllm", "here")
+async def test_weights_go_in_the_servers_format_and_are_written_beside_the_event_loop(
+    served: Served, tmp_path: Path
+) -> None:
+    served.server.dtype = "torch.bfloat16"
+    engine, weights = served.connect(tmp_path), _Read(served.server.first)
+    await engine.update_weights(weights, 2)
+    (written,) = tmp_path.glob("*/2/model.safetensors")
+    for name, tensor in load_file(written).items():
+        assert tensor.dtype == (torch.bfloat16 if tensor.dim() > 1 else torch.float32), name
+    assert weights.threads and threading.get_ident() not in weights.threads
+    await engine.close()
+
+
+async def test_no_room_for_weights_is_said_and_leaves_nothing(
+    engine: HttpEngine, served: Served, tmp_path: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a disk that is full: a write fails in its middle
+    try:
+        with pytest.raises(UpswingError, match=r"engine.weights_dir: new weights can't be written to .*room for two"):
+            await engine.update_weights(served.server.first, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("*/*"))
+
+
+@only(*SERVERS)
+async def test_a_server_that_does_not_see_the_folder(engine: HttpEngine, served: Served) -> None:
+    """It is up and says that it can't: that isn't waited out."""
+    served.server.faults = ["no load"]
+    with pytest.raises(
+        UpswingError, match=r"engine.weights_dir: the \w+ server could not load .*on a disk that it shares"
+    ):
+        await engine.update_weights(served.server.first, 3)
+    assert not served.server.paused, "the server is left frozen"
+
+
+@only(*SERVERS)
+@pytest.mark.parametrize("number", [2, 3])
+async def test_another_runs_weights_are_not_taken_for_this_ones(
+    engine: HttpEngine, served: Served, number: int, tmp_path: Path
+) -> None:
+    """Every run counts from 1."""
+    await engine.update_weights(served.server.first, 3)
+    other = served.connect(tmp_path)
+    await other.update_weights({name: 2 * p for name, p in served.server.first.items()}, number)
+    found = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=1))
+    own = load_model("tiny").model
+    assert found.engine_logprobs == pytest.approx(logprobs_of(own, PROMPT, found.tokens), abs=1e-4)
+    assert served.server.loads == 3, "they were given again"
+    await other.close()
+
+
+@pytest.mark.parametrize("label", ["upswing-00000000-3", "3", "default", "{own}-2", "{own}-4", "{own}-"])
+async def test_labels_that_can_not_be_are_refused_with_the_cause(
+    engine: HttpEngine, served: Served, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.update_weights(served.server.first, 3)
+    own, sample = served.server.version.rpartition("-")[0], served.server.sample
+
+    async def changed(*args: Any, **options: Any) -> Any:
+        served.server.version = label.format(own=own)
+        return await sample(*args, **options)
+
+    monkeypatch.setattr(served.server, "sample", changed)
+    with pytest.raises(UpswingError, match=rf"labelled {label.format(own=own)}\): another client"):
+        await engine.generate(PROMPT, Sampling(max_tokens=2))
+
+
+async def test_a_server_that_hangs_while_weights_change_is_noticed(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = served.connect(tmp_path)
+    await engine.update_weights(served.server.first, 1)
+    monkeypatch.setattr(http, "OUTAGE_S", 0.4)
+    monkeypatch.setattr(http, "WARN_S", 0.05)
+    if served.kind == "here":
+        call = engine.server.call
+        monkeypatch.setattr(engine.server, "call", lambda *args, **more: call(*args, **{**more, "timeout_s": 0.4}))
+    served.server.stuck, began = True, time.monotonic()
+    with pytest.raises(UpswingError, match=r"failed for 0.4 s; the last: it hangs|vLLM failed at /pause .Timeout"):
+        await engine.update_weights(served.server.first, 2)
+    assert time.monotonic() - began < 10
+    said = [text for text in caplog.messages if text.startswith("waiting for the")]
+    assert len(said) == (served.kind != "here"), "once"
+    await engine.close()
+
+
+@pytest.mark.parametrize(("make", "server"), [(VllmEngine, VllmServer), (SglangEngine, SglangServer)])
+async def test_an_outage_is_waited_out(
+    make: type[HttpEngine], server: type[ModelServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of completions that run and of new weights that are to come; it is said once."""
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "WARN_S", 0.3)
+    served, gone, said = server(), threading.Event(), list[str]()
+    with dying(served, gone.is_set, away_s=2.0) as url:
+        engine = make.connect(url, weights_dir=tmp_path, warn=said.append)
+        await engine.update_weights(served.first, 3)
+        begun = served.running
+        many = [engine.generate(PROMPT, Sampling(max_tokens=50, seed=seed)) for seed in range(3)]
+        running = asyncio.gather(*many)
+        while served.running == begun:
+            await asyncio.sleep(0.001)
+        gone.set()
+        await asyncio.sleep(0.2)
+        await engine.update_weights(served.first, 4)
+        found = await running
+        await engine.close()
+    assert {version for one in found for version in one.policy_version} <= {3, 4} and engine.version == 4
+    assert len(said) == 1 and said[0].startswith(f"waiting for the {make.name} server at {url}, up to 900 s (/")
+
+
 @only(*SERVERS)
 async def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again(
     engine: HttpEngine, served: Served
@@ -139,14 +284,14 @@ async def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again
 
 
 @only(*SERVERS)
-@pytest.mark.parametrize("faults", [["500"], ["500", "500", "500"], ["abort", "500", "abort"]])
+@pytest.mark.parametrize("faults", [["500"], ["500"] * 6, ["abort", "500", "abort"]])
 async def test_errors_of_the_server_are_tried_again(engine: HttpEngine, served: Served, faults: list[str]) -> None:
     served.server.faults = faults
     assert len((await engine.generate(PROMPT, Sampling(max_tokens=3))).tokens) == 3
 
 
 BROKEN = [
-    ("vllm", ["500"] * 9, "failed at /inference/v1/generate 4 times"),
+    ("vllm", ["500"] * 999, "failed for 0.2 s; the last: /inference/v1/generate: status 500"),
     ("vllm", ["no logprobs"], "lacks tokens or log-probs"),
     ("vllm", ["one token short"], "2 tokens and 3 log-probs"),
     ("vllm", ["too many"], "6 tokens where 3 were asked for"),
@@ -157,7 +302,7 @@ BROKEN = [
     ("here", ["no logprobs"], "3 tokens and 0 log-probs"),
     ("here", ["one token short"], "3 tokens and 2 log-probs"),
     ("here", ["abort"] * 4, "breaks completions off"),
-    ("sglang", ["500"] * 9, "failed at /generate 4 times"),
+    ("sglang", ["500"] * 999, "failed for 0.2 s; the last: /generate: status 500"),
     ("sglang", ["no logprobs"], "lacks tokens or log-probs"),
     ("sglang", ["NaN"], "lacks tokens or log-probs"),
     ("sglang", ["one token short"], "sampled 3 tokens and gave 2"),
@@ -167,8 +312,9 @@ BROKEN = [
 
 @pytest.mark.parametrize(("served", "faults", "message"), BROKEN, indirect=["served"])
 async def test_what_is_broken_is_an_error_and_never_a_completion(
-    engine: HttpEngine, served: Served, faults: list[str], message: str
+    engine: HttpEngine, served: Served, faults: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(http, "OUTAGE_S", 0.2)
     served.server.faults = list(faults)
     with pytest.raises(UpswingError, match=message):
         await engine.generate(PROMPT, Sampling(max_tokens=3))

@@ -12,7 +12,7 @@ from tests.engine.servers import SglangServer, served_recipe, serving
 from upswing.engine import http
 from upswing.engine.base import Sampling
 from upswing.engine.sglang import SglangEngine
-from upswing.errors import ConfigError, UpswingError
+from upswing.errors import ConfigError
 from upswing.monitor.progress import Progress
 from upswing.recipe import recipe_from
 from upswing.stages.runner import eval_checkpoint
@@ -44,29 +44,24 @@ async def test_a_distribution_that_is_cut_is_refused(engine: SglangEngine) -> No
         await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
 
 
-async def test_of_a_server_that_tells_no_spans_a_completion_over_an_update_is_sampled_again(
-    engine: SglangEngine, server: SglangServer
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_of_a_server_that_tells_no_spans_completions_go_on_after_an_update(
+    engine: SglangEngine, server: SglangServer, stop: tuple[str, ...]
 ) -> None:
+    """What may end in a stop string is sampled anew: the server looks for one in what it samples in one go."""
     server.old = True
     await engine.update_weights(server.first, 7)
-    server.asked.clear()
-    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=50)))
-    while not server.asked:
+    begun = server.running
+    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=50, stop_strings=stop)))
+    while server.running == begun:
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.03)
     await engine.update_weights(server.first, 8)
-    assert set((await running).policy_version) == {8} and len(server.asked) == 2
+    found = await running
+    assert len(found.tokens) == 50 and {*found.policy_version} == ({8} if stop else {7, 8})
     server.restart()
-    found = await asyncio.gather(*(engine.generate(PROMPT, Sampling(max_tokens=4)) for _ in range(5)))
-    assert all(one.policy_version == (8,) * 4 for one in found) and server.loads == 3
-    await engine.close()
-
-
-async def test_weights_that_could_not_be_loaded_end_the_update(engine: SglangEngine, server: SglangServer) -> None:
-    server.faults = ["no load"]
-    with pytest.raises(UpswingError, match=r"refused /update_weights_from_disk.*out of memory"):
-        await engine.update_weights(server.first, 3)
-    assert not server.paused, "the server is left frozen"
+    many = await asyncio.gather(*(engine.generate(PROMPT, Sampling(max_tokens=4)) for _ in range(5)))
+    assert all(one.policy_version == (8,) * 4 for one in many) and server.loads == 3
     await engine.close()
 
 
@@ -90,7 +85,7 @@ async def test_a_completion_that_nobody_waits_for_is_stopped_by_name(
     [
         ({"processed": False}, "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
         ({"router": True}, "takes no new weights.*not that of a router"),
-        ({"mute": True}, "doesn't say which weights sampled a token.*a newer SGLang"),
+        ({"mute": True}, "doesn't say which weights sampled a token.*SGLang 0.5.1 or newer"),
     ],
 )
 def test_a_server_that_lacks_something_may_only_evaluate(
@@ -109,4 +104,4 @@ def test_what_is_measured_is_what_was_named(address: tuple[SglangServer, str], s
     stage = {"stage": "eval", "of": ["base"], "tasks": 2, "split": "train"}
     one = recipe_from(served_recipe({"kind": "sglang", "url": address[1]}, **stage))
     eval_checkpoint(one, "tiny", split="train", tasks=2, greedy=True, samples=1, log=Progress(quiet=True))
-    assert server.version == "1" and "/continue_generation" in server.calls
+    assert server.version.endswith("-1") and "/continue_generation" in server.calls

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.servers import LocalServer, VllmServer, logprobs_of, served_recipe, serving
+from tests.engine.local_vllm import LocalServer
+from tests.engine.servers import VllmServer, logprobs_of, served_recipe, serving
 
 from upswing.engine import http
 from upswing.engine.adapter import Adapter
@@ -142,6 +143,29 @@ async def test_adapters_are_swapped_under_completions_that_end_with_their_own(
     assert server.loads == 3
 
 
+async def test_each_of_the_adapters_that_staleness_allows_has_a_slot(local: LocalServer) -> None:
+    """Three swaps under completions: none waits for another's end."""
+    pytest.importorskip("peft")
+    keys = {"kind": "vllm", "adapters": True, "max_context": 64}
+    found = server_of(recipe_from(served_recipe(keys, **{**LORA, "max_staleness": 2})), Progress(quiet=True))
+    assert isinstance(found, VllmEngine)
+    model, running = add_lora(load_model("tiny").model, r=4), []
+    for version in range(5, 9):
+        policy, begun = changed(model, version), local.running
+        await found.update_weights(Trained(model, local.first), version)
+        one = asyncio.ensure_future(found.generate(PROMPT, Sampling(max_tokens=55, seed=version)))
+        running.append((version, policy, one))
+        async with asyncio.timeout(5):
+            while local.running == begun:
+                await asyncio.sleep(0.001)
+    assert not running[0][2].done()
+    for version, policy, one in running:
+        ended = await one
+        assert ended.policy_version == (version,) * 55
+        assert ended.engine_logprobs == pytest.approx(logprobs_of(policy, PROMPT, ended.tokens), abs=1e-4)
+    await found.close()
+
+
 async def test_a_server_that_lost_its_adapter_gets_all_again(
     server: VllmServer, address: tuple[VllmServer, str], tmp_path: Path
 ) -> None:
@@ -185,8 +209,9 @@ async def test_a_sleeping_engine_wakes_for_completions_and_weights(engine: tuple
 @pytest.mark.parametrize(
     ("trait", "asked", "message"),
     [
-        ({"max_rank": 0}, {"adapter_rank": 8}, r"takes no adapters, and lora.r is 8; .*--max-lora-rank 8"),
-        ({}, {"adapter_rank": 16}, "takes adapters of rank 8 at most, and lora.r is 16"),
+        ({"max_rank": 0}, {"adapter_rank": 8}, r"takes no adapters; needed are 2 .*of rank 8 .*--max-lora-rank 8"),
+        ({}, {"adapter_rank": 16}, "takes 2 adapters at once, of rank 8 at most; needed are 2 .*--max-lora-rank 16"),
+        ({}, {"adapter_rank": 8, "adapters": 4}, r"needed are 4 \(max_staleness \+ 2.*--max-loras 4"),
         ({"gpu": False}, {"sleep": True}, "engine.sleep: .*--enable-sleep-mode"),
         ({"dev": False}, {"sleep": True}, "doesn't say what it was started with.*VLLM_SERVER_DEV_MODE=1"),
     ],
@@ -201,7 +226,11 @@ def test_what_a_server_was_not_started_for_is_refused(
 
 @pytest.mark.parametrize(
     ("trait", "message"),
-    [({"processed": False}, "--logprobs-mode processed_logprobs"), ({"dev": False}, "VLLM_SERVER_DEV_MODE=1")],
+    [
+        ({"processed": False}, "--logprobs-mode processed_logprobs"),
+        ({"dev": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"mute": True}, "doesn't say which weights sampled a token.*a newer vLLM is needed"),
+    ],
 )
 def test_a_server_that_lacks_something_may_only_evaluate(
     address: tuple[VllmServer, str], server: VllmServer, trait: dict[str, bool], message: str, tmp_path: Path

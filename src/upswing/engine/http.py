@@ -1,21 +1,29 @@
-"""What engines behind a server share: requests that are tried again, new weights through a folder, answers that are
-checked, and a server that was restarted, which is noticed by the version of its tokens and gets the weights again."""
+"""What engines behind a server share: an outage is waited out, new weights go through a folder, answers are checked,
+and a server that was restarted is noticed by the label of its tokens' weights and gets the newest again."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import logging
 import math
+import os
 import shutil
 import sys
 import tempfile
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import httpx2
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from upswing.engine.base import NEEDED, Capabilities, Completion, EngineStats, FinishReason, Sampling
@@ -24,13 +32,18 @@ from upswing.trajectory.validate import LOGPROB_SLACK
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TRIES = 4
-"""Of a request that the server answers with an error of its own or not at all, and of a completion thrown away."""
-BACKOFF_S = 0.5
-CONTROL_S = 900.0
-"""A server that takes longer for anything but sampling hangs; sampling has the turn's own limit."""
+"""Of a completion that is broken off, or sampled with other weights than were given."""
+OUTAGE_S = 900.0
+"""How long a server may be away; also what new weights, or any other call but sampling, may take in all."""
+WARN_S = 30.0
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 PROBE_S = 60.0
 MEMORY = Path("/dev/shm")
+FOLDER = "upswing-weights-"
 OVERLOADED = 429
+
+T = TypeVar("T")
+Warn = Callable[[str], object]
 
 
 class ServerRefused(UpswingError, ValueError):
@@ -41,24 +54,38 @@ class ServerRefused(UpswingError, ValueError):
         self.status = status
 
 
+class ServerDown(UpswingError):
+    """The server doesn't answer (status 0), is overloaded or has an error of its own: asking again may help."""
+
+    def __init__(self, message: str, status: int = 0, after: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.after_s = float(after) if after.isdigit() else 0.0
+        """What it asks to wait for at least."""
+
+
 class Caller(Protocol):
     """What takes an engine's calls: a `Server`, or one's insides in this process."""
 
     url: str
 
     async def call(
-        self, path: str, *, method: str = "POST", timeout_s: float | None = CONTROL_S, **content: Any
+        self, path: str, *, method: str = "POST", timeout_s: float | None = OUTAGE_S, **content: Any
     ) -> dict[str, Any]: ...
+
+    async def persist(self, action: Callable[[], Awaitable[T]], *, sampling: bool = False) -> T: ...
 
     async def close(self) -> None: ...
 
 
 class Server:
-    """An HTTP server, asked again when it fails."""
+    """An HTTP server. `warn` is told, once an outage, what is waited for."""
 
-    def __init__(self, name: str, url: str, api_key: str | None = None) -> None:
+    def __init__(self, name: str, url: str, api_key: str | None = None, warn: Warn | None = None) -> None:
         self.name, self.url, self.api_key = name, url.rstrip("/"), api_key
         self._client: httpx2.AsyncClient | None = None
+        self._warn = warn or logging.getLogger("upswing").warning
+        self._warned = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -69,33 +96,67 @@ class Server:
         return httpx2.Client(base_url=self.url, timeout=PROBE_S, headers=self.headers)
 
     async def call(
-        self, path: str, *, method: str = "POST", timeout_s: float | None = CONTROL_S, **content: Any
+        self, path: str, *, method: str = "POST", timeout_s: float | None = OUTAGE_S, **content: Any
     ) -> dict[str, Any]:
         """The JSON object that it answers; `{}` for anything else.
 
-        Raises ServerRefused for a status below 500, UpswingError once TRIES attempts have failed.
+        Raises ServerDown without an answer and for a status of 500 or more, or 429; ServerRefused for others from 400.
         """
         if self._client is None:  # in the event loop that it is used in
             limits = httpx2.Limits(max_connections=None)
             self._client = httpx2.AsyncClient(base_url=self.url, limits=limits, headers=self.headers)
-        problem = ""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(BACKOFF_S * 2**attempt)
-            try:
-                answer = await self._client.request(method, path, timeout=timeout_s, **content)
-                if answer.status_code < 400:
-                    found = answer.json() if answer.content else {}
-                    return found if isinstance(found, dict) else {}
-            except httpx2.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
-                continue
-            except ValueError:  # a proxy's page, say
-                return {}
-            problem = f"status {answer.status_code}: {answer.text[:300]}"
-            if answer.status_code < 500 and answer.status_code != OVERLOADED:
-                raise ServerRefused(f"the {self.name} server refused {path}: {problem}", answer.status_code)
-        raise UpswingError(f"the {self.name} server at {self.url} failed at {path} {TRIES} times; the last: {problem}")
+        try:
+            answer = await self._client.request(method, path, timeout=timeout_s, **content)
+        except httpx2.TransportError as error:
+            raise ServerDown(f"{path}: {type(error).__name__} {error}".rstrip()) from None
+        status = answer.status_code
+        if status >= 400:
+            problem = f"status {status}: {answer.text[:300]}"
+            if status >= 500 or status == OVERLOADED:
+                raise ServerDown(f"{path}: {problem}", status, answer.headers.get("Retry-After", ""))
+            raise ServerRefused(f"the {self.name} server refused {path}: {problem}", status)
+        try:
+            found = answer.json()
+        except ValueError:  # nothing, or a proxy's page
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    async def persist(self, action: Callable[[], Awaitable[T]], *, sampling: bool = False) -> T:
+        """What `action` gives, begun again each time that it finds the server down.
+
+        Raises UpswingError after OUTAGE_S in all; with `sampling`, which takes as long as it takes and whose caller has
+        a limit of its own, after OUTAGE_S of failures in a row.
+        """
+        loop = asyncio.get_running_loop()
+        problem, since, pause_s = "it hangs", None if sampling else loop.time(), BACKOFF_S
+
+        def say() -> None:
+            if not self._warned:
+                self._warned = True
+                self._warn(f"waiting for the {self.name} server at {self.url}, up to {OUTAGE_S:g} s ({problem})")
+
+        timer = None if sampling else loop.call_later(WARN_S, say)
+        try:
+            async with asyncio.timeout(None if sampling else OUTAGE_S):
+                while True:
+                    try:
+                        found = await action()
+                        self._warned = False
+                        return found
+                    except ServerDown as down:
+                        problem, since = str(down), since or loop.time()
+                        if loop.time() - since >= WARN_S:
+                            say()
+                        if loop.time() - since >= OUTAGE_S:
+                            raise TimeoutError from None
+                        await asyncio.sleep(max(pause_s, down.after_s))
+                        pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+        except TimeoutError:
+            why = f"has failed for {OUTAGE_S:g} s; the last: {problem}"
+            raise UpswingError(f"the {self.name} server at {self.url} {why}") from None
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def close(self) -> None:
         if self._client is not None:
@@ -109,8 +170,6 @@ class Answer:
     tokens: tuple[int, ...]
     engine_logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    label: str | None = None
-    """Of the weights that the last token was sampled with; None: not told."""
     spans: tuple[tuple[str, int, int], ...] = ()
     """(label, first token, end) of each set of weights; empty: not told."""
 
@@ -134,17 +193,25 @@ class HttpEngine(ABC):
         self.server, self.max_context, self.capabilities = server, max_context, capabilities
         self.version = self._loaded = 0
         self.stats = EngineStats()
+        self._tag = f"upswing-{uuid.uuid4().hex[:8]}"
+        """Of the names that the server is told: another run's are none of this engine's."""
         self._parent = weights_dir or (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir()))
         self._folder: Path | None = None
         """Made with the first weights, so that a server that is refused or only evaluated leaves nothing behind."""
+        self._hold: int | None = None
+        """Keeps it from being swept."""
+        self._dtype: torch.dtype | None = None
+        """What the server holds weights in; None: not known."""
         self._newest: tuple[Path, str] | None = None
         """The weights that were given last, and their label."""
         self._lock: asyncio.Lock | None = None
 
     @classmethod
-    def connect(cls, url: str, *, weights_dir: Path | None = None, api_key: str | None = None) -> Self:
+    def connect(
+        cls, url: str, *, weights_dir: Path | None = None, api_key: str | None = None, warn: Warn | None = None
+    ) -> Self:
         """Raises ConfigError, with what to do, when there is no such server or it takes no token ids."""
-        server = Server(cls.name, url, api_key)
+        server = Server(cls.name, url, api_key, warn)
         with server.probe() as client:
             try:
                 models = client.get("/v1/models").raise_for_status().json()["data"]
@@ -185,21 +252,27 @@ class HttpEngine(ABC):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Sample one completion; see `Engine.generate`. The server finds cached prefixes by itself.
 
-        Raises ValueError for what the server refuses, UpswingError when it fails, breaks off or its tokens are of
-        other weights, each time after several attempts.
+        An outage is waited out. Raises ValueError for what the server refuses, UpswingError when it is away too long,
+        and, after several attempts, when it breaks completions off or samples with other weights.
         """
         if (total := len(prompt) + sampling.max_tokens) > self.max_context:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens plus max_tokens {sampling.max_tokens} is {total}, above "
                 f"{self.request_limit(total)}"
             )
-        why = ""
-        for attempt in range(TRIES):
-            if attempt:
+        begun = asked = 0
+
+        async def ask() -> Answer:
+            nonlocal begun, asked
+            if asked:  # it may have been restarted
                 await self._give_back()
-            begun = self._loaded
+            begun, asked = self._loaded, asked + 1
+            return await self._sample([int(token) for token in prompt], sampling)
+
+        why = ""
+        for _ in range(TRIES):
             try:
-                answer = await self._sample([int(token) for token in prompt], sampling)
+                answer = await self.server.persist(ask, sampling=True)
             except (LookupError, TypeError, ValueError) as problem:
                 if isinstance(problem, ServerRefused):
                     raise
@@ -215,7 +288,13 @@ class HttpEngine(ABC):
                     policy_version=versions,
                     finish_reason=answer.finish_reason,
                 )
-            why = "samples with weights that it wasn't given" if versions is None else "breaks completions off"
+            why = "breaks completions off"
+            if versions is None:
+                labels = ", ".join(sorted({span[0] for span in answer.spans})) or "nothing"
+                why = (
+                    f"samples with other weights than it was given last (they are labelled {labels}): another client, "
+                    "such as another run, changes them, or several servers answer there; give this run its own"
+                )
         raise UpswingError(f"the {self.name} server at {self.server.url} {why}")
 
     def release(self, session: str) -> None:
@@ -226,28 +305,51 @@ class HttpEngine(ABC):
         """Load weights (Hugging Face parameter names) as policy `version`, while completions run."""
         folder = await self._write(weights, str(version))
         async with self._loading():
-            await self._replace(folder, str(version), version)
+            await self._replace(folder, self._label_of(version), version)
+
+    def _label_of(self, version: int) -> str:
+        return f"{self._tag}-{version}"
 
     async def _write(self, weights: Mapping[str, torch.Tensor], name: str) -> Path:
         """-> the folder that they are in now."""
-        folder = self._place(name)
-        folder.mkdir(exist_ok=True)
-        held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
-        if EMBEDDING in held:  # where they are tied, a server may have its own copy and would keep the old one
-            held[HEAD] = held.get(HEAD, held[EMBEDDING]).clone()
-        await asyncio.to_thread(save_file, held, folder / "model.safetensors", {"format": "pt"})
-        self.stats.weight_bytes += sum(tensor.nbytes for tensor in held.values())
+        if self._newest is None:
+            self._dtype = await self.server.persist(self._held_in)
+        return await self._written(name, partial(_save, weights, self._dtype))
+
+    async def _written(self, name: str, save: Callable[[Path], int]) -> Path:
+        """-> the new folder that `save` filled. In a thread: merging and copying take long, and completions run.
+
+        Raises UpswingError, with what to do, when there is no room.
+        """
+        folder = None
+        try:
+            if self._folder is None:
+                _sweep(self._parent)
+                self._folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=self._parent))
+                self._hold = _lock(self._folder)
+            folder = self._folder / name
+            shutil.rmtree(folder, ignore_errors=True)
+            self.stats.weight_bytes += await asyncio.to_thread(save, folder)
+        except (OSError, SafetensorError) as problem:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise UpswingError(
+                f"engine.weights_dir: new weights can't be written to '{self._parent}' ({problem}); name a folder that "
+                "has room for two sets of them and that the server sees too"
+            ) from problem
         return folder
 
-    def _place(self, name: str) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="upswing-weights-", dir=self._parent))
-        return self._folder / name
+    def _unseen(self, folder: Path, problem: object) -> UpswingError:
+        """What to raise for weights that the server could not load."""
+        return UpswingError(
+            f"engine.weights_dir: the {self.name} server could not load the new weights in '{folder}' ({problem}); if "
+            "it doesn't see that folder, name one on a disk that it shares with this process"
+        )
 
     async def _replace(self, folder: Path, label: str, version: int) -> None:
         """Load what is in `folder`, as policy `version`, and delete what it replaces."""
         old, self._newest, self.version = self._newest, (folder, label), version
-        await self._load(folder, label)
+        await self.server.persist(partial(self._load, folder, label))
         self._loaded = version
         if old is not None and old[0] != folder:
             shutil.rmtree(old[0], ignore_errors=True)
@@ -257,6 +359,9 @@ class HttpEngine(ABC):
         await self.server.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._hold is not None:
+            os.close(self._hold)
+            self._hold = None
 
     # -- what each server has its own words for -----------------------------------------------------------------------
 
@@ -277,6 +382,10 @@ class HttpEngine(ABC):
     async def _label(self) -> str:
         """Of the weights that the server has."""
 
+    async def _held_in(self) -> torch.dtype | None:
+        """The number format of its weights, where it says so: then no more than that is written."""
+        return None
+
     # -- what is checked ----------------------------------------------------------------------------------------------
 
     def _check(self, answer: Answer, sampling: Sampling) -> None:
@@ -292,22 +401,17 @@ class HttpEngine(ABC):
             raise UpswingError(f"the {self.name} server gave {wrong or f'the log-prob {odd[0]}'}")
 
     def _versions(self, answer: Answer, begun: int) -> tuple[int, ...] | None:
-        """The policy version of each token; None when it is none that this engine gave, or can't be known.
-
-        A server that only tells the last token's is believed where no weights were loaded since `begun`, the version
-        that it had when it was asked.
-        """
+        """The policy version of each token; None where they aren't told, or are of weights that this engine didn't give
+        the server since `begun`, the version that it had when it was asked."""
         count = len(answer.tokens)
         if self._newest is None:  # nothing was given yet: the server's own weights are version 0
             return (0,) * count
-        spans = answer.spans
-        if not spans and answer.label == str(begun) and self._loaded == begun:
-            spans = ((str(begun), 0, count),)
         found = [-1] * count
-        for label, start, end in spans:
-            if not label.isdigit() or int(label) > self.version:
+        for label, start, end in answer.spans:
+            tag, _, number = label.rpartition("-")
+            if tag != self._tag or not number.isdigit() or not begun <= int(number) <= self.version:
                 return None
-            found[start:end] = [int(label)] * (min(end, count) - start)
+            found[start:end] = [int(number)] * (min(end, count) - start)
         return None if -1 in found else tuple(found)
 
     def _loading(self) -> asyncio.Lock:
@@ -322,3 +426,38 @@ class HttpEngine(ABC):
             if self._newest is not None and await self._label() != self._newest[1]:
                 await self._load(*self._newest)
                 self._loaded = self.version
+
+
+def _save(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, folder: Path) -> int:
+    """-> bytes. Vectors keep their format: they weigh nothing, and servers keep some of them in float32."""
+    folder.mkdir()
+    held = {}
+    for name, tensor in weights.items():
+        narrow = dtype is not None and tensor.is_floating_point() and tensor.dim() > 1
+        held[name] = tensor.detach().to(dtype if narrow else tensor.dtype).to("cpu").contiguous()
+    if EMBEDDING in held:  # where they are tied, a server may have its own copy and would keep the old one
+        held[HEAD] = held.get(HEAD, held[EMBEDDING]).clone()
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    return sum(tensor.nbytes for tensor in held.values())
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock that goes with this process, however it ends; None: another has it, or such a disk has none."""
+    handle = None
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    except OSError:
+        if handle is not None:
+            os.close(handle)
+        return None
+
+
+def _sweep(parent: Path) -> None:
+    """Delete what killed processes left behind: memory, where it is /dev/shm."""
+    for folder in parent.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > PROBE_S and (handle := _lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(handle)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import httpx2
 
 from upswing.engine.base import Capabilities, EngineStats, Sampling
-from upswing.engine.http import Server
+from upswing.engine.http import Server, Warn
 from upswing.errors import ConfigError, UpswingError, did_you_mean
 from upswing.trajectory.types import ToolCall
 
@@ -63,16 +64,26 @@ class OpenAIEngine:
         capabilities: Capabilities = best,
         length: str = _LENGTH[0],
         api_key: str | None = None,
+        warn: Warn | None = None,
     ) -> None:
-        self.server = Server(NAME, url, api_key)
+        self.server = Server(NAME, url, api_key, warn)
         self.model, self.capabilities, self._length = model, capabilities, length
         self.version = 0
         self.stats = EngineStats()
 
     @classmethod
-    def connect(cls, url: str, *, model: str, api_key: str | None = None) -> OpenAIEngine:
-        """Raises ConfigError, with what the server says and the models that it has, when it answers nothing."""
-        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    def connect(
+        cls,
+        url: str,
+        *,
+        model: str,
+        temperatures: Collection[float] = (),
+        api_key: str | None = None,
+        warn: Warn | None = None,
+    ) -> OpenAIEngine:
+        """Raises ConfigError, with what the server says and the models that it has, when it answers nothing, and with
+        what to do when it refuses one of `temperatures`."""
+        body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
         problem = ""
         with Server(NAME, url, api_key).probe() as client:
             for length, more in ((_LENGTH[0], {"return_token_ids": True}), *((name, {}) for name in _LENGTH)):
@@ -81,8 +92,13 @@ class OpenAIEngine:
                     if answer.status_code < 400:
                         told = "token_ids" in answer.json()["choices"][0]
                         capabilities = replace(cls.best, token_out=told)
-                        return cls(url, model=model, capabilities=capabilities, length=length, api_key=api_key)
+                        for one in temperatures:
+                            _takes(client, {**body, length: 16, "temperature": one})
+                        options = {"length": length, "api_key": api_key, "warn": warn}
+                        return cls(url, model=model, capabilities=capabilities, **options)
                     problem = f"status {answer.status_code}: {answer.text[:300]}"
+                except ConfigError:
+                    raise
                 except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
                     problem = f"{type(error).__name__}: {error}"
             raise ConfigError(
@@ -93,12 +109,16 @@ class OpenAIEngine:
     async def reply(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Reply:
-        """The next turn of a conversation. Raises UpswingError when the server fails, or withholds it."""
+        """The next turn of a conversation. A busy server, or one that is away, is waited for.
+
+        Raises UpswingError when that takes too long, and when it refuses or withholds the turn.
+        """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "temperature": sampling.temperature}
         body[self._length] = sampling.max_tokens
         if tools:
             body["tools"] = list(tools)
-        answer = await self.server.call("/chat/completions", timeout_s=None, json=body)
+        ask = partial(self.server.call, "/chat/completions", timeout_s=None, json=body)
+        answer = await self.server.persist(ask, sampling=True)
         try:
             choice = answer["choices"][0]
             message, reason = choice["message"], choice["finish_reason"]
@@ -139,6 +159,17 @@ def _call(id: str, name: str, arguments: str) -> ToolCall:
     except ValueError:
         read = None
     return ToolCall(name=name, arguments=read if isinstance(read, dict) else {NOT_JSON: str(arguments)}, id=id)
+
+
+def _takes(client: httpx2.Client, body: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a temperature that the model refuses, as many do that reason."""
+    answer = client.post("/chat/completions", json=body)
+    if answer.status_code in (400, 422):
+        raise ConfigError(
+            f"engine.model: '{body['model']}' refuses temperature {body['temperature']:g} (greedy is 0): status "
+            f"{answer.status_code}: {answer.text[:300]}; give each eval stage greedy: false and a temperature that it "
+            "takes, which is often 1 alone"
+        )
 
 
 def _models(client: httpx2.Client, model: str) -> str:

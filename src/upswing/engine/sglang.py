@@ -4,12 +4,15 @@
 
 Log-probs are those after the temperature, unless SGLANG_RETURN_ORIGINAL_LOGPROB is set: that is measured, and such a
 server is refused for training. They aren't renormalised after top-p, top-k and min-p, so a sampling that cuts is
-refused. New weights go through a folder that both sides see. Running completions are put back meanwhile
-(`/pause_generation`, mode retract) and go on with the new weights, their cache computed anew; servers without that mode
-end them, or finish them before the new weights come. Newer servers say which weights sampled which tokens; of older
-ones a completion that new weights came in between is thrown away and sampled again.
+refused.
 
-Read against SGLang's `http_server.py`, `io_struct.py`, `sampler.py` and `schedule_batch.py`.
+New weights go through a folder that both sides see. Running completions are ended meanwhile (`/pause_generation`, mode
+abort) and then go on from the tokens that they had; new ones wait here. The server must be idle: weights on one that
+isn't end its process in versions before 0.5.23 or so, and mode retract leaves requests waiting (sgl-project/sglang
+issue 33783). As no answer has tokens from before and after a change, the label of its last token's weights
+(`weight_version`) is that of all; newer servers tell spans.
+
+Read against SGLang 0.5.1 and 0.5.23: `http_server.py`, `tokenizer_manager.py`, `scheduler.py`, `sampler.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx2
 
+from upswing.engine import http
 from upswing.engine.base import Capabilities, FinishReason, Sampling
-from upswing.engine.http import Answer, Caller, HttpEngine, ServerRefused
+from upswing.engine.http import PROBE_S, Answer, Caller, HttpEngine, ServerDown, ServerRefused
 from upswing.errors import ConfigError, UpswingError
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_IDLE_TRIES = 20
 
 
 class SglangEngine(HttpEngine):
@@ -35,14 +41,15 @@ class SglangEngine(HttpEngine):
     best = Capabilities(seeds=False)
     remedies: ClassVar = {
         "exact_logprobs": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
-        "weight_updates": "give the address of the server itself, not that of a router in front of it",
-        "versions": "a newer SGLang is needed, one that has weight_version in its answers",
+        "weight_updates": "give the address of the server itself (0.5.1 or newer), not that of a router in front of it",
+        "versions": "SGLang 0.5.1 or newer is needed, which has weight_version in its answers",
     }
     reserved = 2  # it cuts completions short there
 
     def __init__(self, server: Caller, **options: Any) -> None:
         super().__init__(server, **options)
         self._aborts: set[asyncio.Task[None]] = set()
+        self._loads = 0
 
     @classmethod
     def _probe(cls, client: httpx2.Client) -> Capabilities:
@@ -68,7 +75,9 @@ class SglangEngine(HttpEngine):
         drawn = [one.json()["meta_info"]["output_token_logprobs"] for one in twice if one.status_code < 400]
         return Capabilities(
             exact_logprobs=best(cold) != best(hot),  # else they are taken before the temperature
-            weight_updates=client.get("/update_weights_from_disk").status_code != 404,  # 405: it is there, for POST
+            weight_updates=all(  # 405: it is there, for POST
+                client.get(path).status_code != 404 for path in ("/update_weights_from_disk", "/pause_generation")
+            ),
             versions="weight_version" in hot,
             seeds=len(drawn) == 2 and [one[1] for one in drawn[0]] == [one[1] for one in drawn[1]],
         )
@@ -79,6 +88,31 @@ class SglangEngine(HttpEngine):
                 f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}: SGLang's log-probs "
                 "aren't those of a distribution that was cut; use 1, 0 and 0"
             )
+        found = Answer(tokens=(), engine_logprobs=(), finish_reason=FinishReason.CANCELLED)
+        while True:
+            async with self._loading():  # what comes while weights are loaded waits
+                loads = self._loads
+            count = len(found.tokens)
+            left = replace(sampling, max_tokens=sampling.max_tokens - count)
+            part = await self._part([*prompt, *found.tokens], left)
+            found = Answer(
+                tokens=(*found.tokens, *part.tokens),
+                engine_logprobs=(*found.engine_logprobs, *part.engine_logprobs),
+                finish_reason=part.finish_reason,
+                spans=(*found.spans, *((label, start + count, end + count) for label, start, end in part.spans)),
+            )
+            if part.finish_reason is not FinishReason.CANCELLED or loads == self._loads:
+                return found
+            # Ended by new weights. That hides an end that the last token is; a stop string may lie across the cut.
+            if found.tokens and found.tokens[-1] in sampling.stop_tokens:
+                return replace(found, finish_reason=FinishReason.STOP)
+            if len(found.tokens) == sampling.max_tokens:
+                return replace(found, finish_reason=FinishReason.LENGTH)
+            if sampling.stop_strings:
+                found = replace(found, tokens=(), engine_logprobs=(), spans=())
+
+    async def _part(self, prompt: list[int], sampling: Sampling) -> Answer:
+        """Up to the end, or to new weights."""
         # Not `ignore_eos`: it would make SGLang deaf to `stop_token_ids` too.
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -98,15 +132,20 @@ class SglangEngine(HttpEngine):
         except asyncio.CancelledError:
             self._abort(rid)
             raise
-        drawn = meta["output_token_logprobs"]
+        reason = _REASONS.get(str((meta.get("finish_reason") or {}).get("type")), FinishReason.CANCELLED)
+        ended = reason is FinishReason.CANCELLED
+        drawn = (meta.get("output_token_logprobs") or []) if ended else meta["output_token_logprobs"]
         if (count := int(meta.get("completion_tokens", len(drawn)))) != len(drawn):
-            raise UpswingError(f"the SGLang server sampled {count} tokens and gave {len(drawn)}")
+            if not ended:
+                raise UpswingError(f"the SGLang server sampled {count} tokens and gave {len(drawn)}")
+            drawn = []
+        told = [(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta.get("weight_versions") or ()]
+        told = told or [(str(meta.get("weight_version")), 0, len(drawn))]
         return Answer(
             tokens=tuple(int(one[1]) for one in drawn),
             engine_logprobs=tuple(float(one[0]) for one in drawn),
-            finish_reason=_REASONS.get(str((meta.get("finish_reason") or {}).get("type")), FinishReason.CANCELLED),
-            label=None if meta.get("weight_version") is None else str(meta["weight_version"]),
-            spans=tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in meta.get("weight_versions") or ()),
+            finish_reason=reason,
+            spans=tuple((label, start, min(end, len(drawn))) for label, start, end in told if start < len(drawn)),
         )
 
     def _abort(self, rid: str) -> None:
@@ -126,19 +165,30 @@ class SglangEngine(HttpEngine):
         await super().close()
 
     async def _load(self, folder: Path, label: str) -> None:
+        self._loads += 1
+        await self.server.call("/pause_generation", json={"mode": "abort"})
         try:
-            await self.server.call("/pause_generation", json={"mode": "retract"})
-            paused = True
-        except ServerRefused:  # an older server: it takes weights once nothing runs, and makes what comes wait
-            paused = False
-        try:
+            await self._idle()
             update = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
-            answer = await self.server.call("/update_weights_from_disk", json=update)
+            try:
+                answer = await self.server.call("/update_weights_from_disk", json=update)
+            except ServerRefused as problem:
+                raise self._unseen(folder, problem) from None
             if answer.get("success") is not True:
-                raise UpswingError(f"the SGLang server could not load new weights: {answer.get('message', answer)}")
+                raise self._unseen(folder, answer.get("message", answer))
         finally:
-            if paused:
-                await self.server.call("/continue_generation", json={})
+            await self.server.call("/continue_generation", json={}, timeout_s=PROBE_S)
+
+    async def _idle(self) -> None:
+        """Once it can flush its cache, nothing runs or waits there: new weights flush it again."""
+        for attempt in range(_IDLE_TRIES):
+            try:
+                await self.server.call("/flush_cache")
+                return
+            except ServerRefused as problem:
+                busy = problem
+                await asyncio.sleep(http.BACKOFF_S * min(attempt, 4))
+        raise ServerDown(str(busy))
 
     async def _label(self) -> str:
-        return str((await self.server.call("/get_model_info", method="GET")).get("weight_version"))
+        return str((await self.server.call("/get_model_info", method="GET", timeout_s=PROBE_S)).get("weight_version"))

@@ -17,13 +17,12 @@ completions from before and after the change can't tell the two apart.)
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
-import uuid
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -32,7 +31,7 @@ import torch
 
 from upswing.engine.adapter import Adapter
 from upswing.engine.base import Capabilities, FinishReason, Sampling
-from upswing.engine.http import CONTROL_S, Answer, Caller, HttpEngine, Server, ServerRefused
+from upswing.engine.http import OUTAGE_S, PROBE_S, Answer, Caller, HttpEngine, Server, ServerDown, ServerRefused
 from upswing.engine.vllm_local import LocalVllm
 from upswing.errors import ConfigError, UpswingError
 
@@ -63,6 +62,7 @@ class VllmEngine(HttpEngine):
     remedies: ClassVar = {
         "exact_logprobs": "start it with --logprobs-mode processed_logprobs",
         "weight_updates": "start it with VLLM_SERVER_DEV_MODE=1 in its environment (and let nobody else reach it)",
+        "versions": "a newer vLLM is needed, with weight_versions in its answers (0.32 has them)",
     }
 
     def __init__(self, server: Caller, **options: Any) -> None:
@@ -74,8 +74,6 @@ class VllmEngine(HttpEngine):
         self._adapter: _Loaded | None = None
         """What policy `version` is sampled with; None: whole weights."""
         self._earlier: list[_Loaded] = []
-        self._tag = f"upswing-{uuid.uuid4().hex[:8]}"
-        """Of the adapters' names: another run's are none of this engine's."""
 
     @classmethod
     def here(cls, given: Mapping[str, Any], options: Mapping[str, Any], *, weights_dir: Path | None = None) -> Self:
@@ -83,8 +81,8 @@ class VllmEngine(HttpEngine):
         local = LocalVllm(given, options)
         return cls(local, max_context=local.max_context, capabilities=cls.best, weights_dir=weights_dir)
 
-    def use(self, *, adapter_rank: int | None = None, sleep: bool = False) -> None:
-        """Take adapters of up to that rank, and sleep where `in_use` and `sleep` say so.
+    def use(self, *, adapter_rank: int | None = None, adapters: int = 2, sleep: bool = False) -> None:
+        """Take adapters of up to that rank, so many at once, and sleep where `in_use` and `sleep` say so.
 
         Raises ConfigError for what a server was not started for.
         """
@@ -92,21 +90,23 @@ class VllmEngine(HttpEngine):
             with self.server.probe() as client:
                 try:
                     asked = {"config_format": "json"}  # takes seconds: it looks at its machine, too
-                    config = client.get("/server_info", params=asked, timeout=CONTROL_S).json()["vllm_config"]
+                    config = client.get("/server_info", params=asked, timeout=OUTAGE_S).json()["vllm_config"]
                     loads = client.get(_LOAD).status_code != 404  # 405: it is there, for POST
-                    most = int((config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]) if loads else 0
+                    takes = (config["lora_config"] if loads else None) or {"max_lora_rank": 0, "max_loras": 0}
+                    most, room = int(takes["max_lora_rank"]), int(takes["max_loras"])
                     can_sleep = bool(config["model_config"]["enable_sleep_mode"])
                 except (httpx2.HTTPError, LookupError, TypeError, ValueError) as problem:
                     raise ConfigError(
                         f"engine.url: the vLLM server doesn't say what it was started with, at /server_info "
                         f"({type(problem).__name__}: {problem}); {self.remedies['weight_updates']}"
                     ) from None
-            if adapter_rank and adapter_rank > most:
-                has = f"takes adapters of rank {most} at most" if most else "takes no adapters"
+            if adapter_rank and (adapter_rank > most or adapters > room):
+                has = f"takes {room} adapters at once, of rank {most} at most" if most else "takes no adapters"
                 raise ConfigError(
-                    f"engine.adapters: the vLLM server {has}, and lora.r is {adapter_rank}; start it with "
+                    f"engine.adapters: the vLLM server {has}; needed are {adapters} (max_staleness + 2: completions "
+                    f"end with their own) of rank {adapter_rank} (lora.r); start it with "
                     f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora --max-lora-rank "
-                    f"{max_lora_rank(adapter_rank)} --max-loras 2, or leave adapters out"
+                    f"{max_lora_rank(adapter_rank)} --max-loras {adapters}, or leave adapters out"
                 )
             if sleep and not can_sleep:
                 raise ConfigError("engine.sleep: the vLLM server can't; start it with --enable-sleep-mode (GPUs only)")
@@ -114,8 +114,11 @@ class VllmEngine(HttpEngine):
 
     @classmethod
     def _probe(cls, client: httpx2.Client) -> Capabilities:
+        versions = True
+
         def best(temperature: float) -> float:
             """The likeliest first token's log-prob."""
+            nonlocal versions
             params = {"max_tokens": 1, "temperature": temperature, "logprobs": 1, "seed": 0, "detokenize": False}
             answer = client.post("/inference/v1/generate", json={"token_ids": [1, 2, 3], "sampling_params": params})
             if answer.status_code >= 400:
@@ -124,12 +127,15 @@ class VllmEngine(HttpEngine):
                     f"/inference/v1/generate); vLLM 0.30 or newer is needed, started with --enable-scale-out: "
                     f"{cls.start}"
                 )
-            one = answer.json()["choices"][0]["logprobs"]["content"][0]
+            choice = answer.json()["choices"][0]
+            versions = versions and bool(choice.get("weight_versions"))
+            one = choice["logprobs"]["content"][0]
             return max(float(each["logprob"]) for each in (one, *one["top_logprobs"]))
 
         return Capabilities(
             exact_logprobs=best(0.5) != best(2.0),  # else they are taken before the temperature
             weight_updates=client.get("/weight_info").status_code == 200,
+            versions=versions,
         )
 
     async def _sample(self, prompt: list[int], sampling: Sampling) -> Answer:
@@ -162,7 +168,7 @@ class VllmEngine(HttpEngine):
         spans = tuple((str(span["version"]), int(span["start"]), int(span["end"])) for span in told)
         if adapter is not None:  # what is told is of the weights below it, which must have been its own
             own = {span[0] for span in spans} == {label}
-            spans = ((str(adapter.version) if own else "", 0, len(tokens)),)
+            spans = ((self._label_of(adapter.version) if own else "weights below the adapter", 0, len(tokens)),)
         return Answer(
             tokens=tokens,
             engine_logprobs=tuple(float(one["logprob"]) for one in choice["logprobs"]["content"]),
@@ -197,29 +203,37 @@ class VllmEngine(HttpEngine):
         async with self._loading():
             self._base = None
             self._retire()
-            await self._replace(folder, str(version), version)
+            await self._replace(folder, self._label_of(version), version)
 
     async def _update_adapter(self, adapter: Adapter, version: int) -> None:
-        below, label = None, f"below-{version}"  # no number: a token of those weights alone is of no version
+        def save(folder: Path) -> int:
+            adapter.save(folder)
+            return sum(path.stat().st_size for path in folder.iterdir())
+
+        below = None
         if self._base is None or self._base() is not adapter.of:
-            below = await self._write(adapter.frozen, label)
-        folder = self._place(f"adapter-{version}")
-        shutil.rmtree(folder, ignore_errors=True)
-        await asyncio.to_thread(adapter.save, folder)
-        self.stats.weight_bytes += sum(path.stat().st_size for path in folder.iterdir())
+            below = await self._write(adapter.frozen, f"below-{version}")
+        folder = await self._written(f"adapter-{version}", save)
         async with self._loading():
             if below is not None:
                 self._retire()
-                await self._replace(below, label, self.version)
+                # A label with a longer tag: a token of those weights alone is of no version.
+                await self._replace(below, f"{self._tag}-below-{version}", self.version)
                 self._base = weakref.ref(adapter.of)
-            new = _Loaded(name=f"{self._tag}-{version}", folder=folder, version=version)
-            await self._load_adapter(new)
+            new = _Loaded(name=self._label_of(version), folder=folder, version=version)
+            await self.server.persist(partial(self._load_adapter, new))
             self._retire()
             self._adapter, self.version, self._loaded = new, version, version
             await self._forget_unused()
 
     async def _load_adapter(self, adapter: _Loaded) -> None:
-        await self.server.call(_LOAD, json={"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+        load = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        try:
+            await self.server.call(_LOAD, json=load)
+        except ServerRefused:  # it knows one of that name: its answer was lost, or the weights below it are new
+            with contextlib.suppress(ServerRefused):
+                await self.server.call(_UNLOAD, json={"lora_name": adapter.name})
+            await self.server.call(_LOAD, json=load)
 
     def _retire(self) -> None:
         if self._adapter is not None:
@@ -230,28 +244,44 @@ class VllmEngine(HttpEngine):
         """Of earlier adapters, those that no completion is sampled with."""
         for old in [one for one in self._earlier if not one.users]:
             self._earlier.remove(old)
-            with contextlib.suppress(ServerRefused):  # it was restarted since
+            with contextlib.suppress(ServerRefused, ServerDown):  # it was restarted since, or is going to be
                 await self.server.call(_UNLOAD, json={"lora_name": old.name})
             shutil.rmtree(old.folder, ignore_errors=True)
 
     async def _load(self, folder: Path, label: str) -> None:
         await self.server.call("/pause", params={"mode": "keep"})
         try:
-            call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self.server.call("/collective_rpc", json=call)
+            await self._reload(folder)
             dropped = await self.server.call("/reset_prefix_cache", params={"reset_running_requests": "true"})
             if dropped.get("success") is False:
                 raise UpswingError("the vLLM server could not drop the cache of the old weights")
             await self.server.call("/update_weight_version", json={"new_version": label})
         finally:
-            await self.server.call("/resume")
+            await self.server.call("/resume", timeout_s=PROBE_S)
         if self._adapter is not None:  # given back: the server lost it, or vLLM did with the weights below it
-            with contextlib.suppress(ServerRefused):
-                await self.server.call(_UNLOAD, json={"lora_name": self._adapter.name})
             await self._load_adapter(self._adapter)
 
+    async def _reload(self, folder: Path) -> None:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        try:
+            await self.server.call("/collective_rpc", json=call)
+        except ServerDown as down:
+            if down.status != 500:
+                raise
+            await self.server.call("/health", method="GET")  # else it is down indeed
+            raise self._unseen(folder, down) from None
+
     async def _label(self) -> str:
-        return str((await self.server.call("/weight_info", method="GET")).get("weight_version"))
+        return str((await self.server.call("/weight_info", method="GET", timeout_s=PROBE_S)).get("weight_version"))
+
+    async def _held_in(self) -> torch.dtype | None:
+        asked = {"config_format": "json"}
+        try:
+            told = await self.server.call("/server_info", method="GET", params=asked)
+            found = getattr(torch, str(told["vllm_config"]["model_config"]["dtype"]).removeprefix("torch."), None)
+        except (ServerRefused, LookupError, TypeError):
+            return None
+        return found if isinstance(found, torch.dtype) else None
 
     # -- a GPU that is shared with the learner --------------------------------------------------------------------
 
@@ -271,12 +301,12 @@ class VllmEngine(HttpEngine):
         async with self._loading():
             if self._sleeps and not self._asleep:
                 self._asleep = True  # first: who comes meanwhile waits, and wakes it
-                await self.server.call("/sleep", params={"level": 1, "mode": "keep"})
+                await self.server.persist(partial(self.server.call, "/sleep", params={"level": 1, "mode": "keep"}))
 
     async def _wake(self) -> None:
         if self._asleep:
             async with self._loading():
                 if self._asleep:
                     torch.cuda.empty_cache()  # what the learner's allocator keeps but doesn't use
-                    await self.server.call("/wake_up")
+                    await self.server.persist(partial(self.server.call, "/wake_up"))
                     self._asleep = False

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from upswing.engine.http import CONTROL_S, ServerRefused
+from upswing.engine.http import OUTAGE_S, ServerRefused, T
 from upswing.errors import ConfigError, UpswingError, did_you_mean
 
 
@@ -60,7 +60,7 @@ class LocalVllm:
         return int(self._llm.model_config.max_model_len)
 
     async def call(
-        self, path: str, *, method: str = "POST", timeout_s: float | None = CONTROL_S, **content: Any
+        self, path: str, *, method: str = "POST", timeout_s: float | None = OUTAGE_S, **content: Any
     ) -> dict[str, Any]:
         """As `Server.call`, but nothing is tried again: an engine that fails here has ended."""
         try:
@@ -70,6 +70,10 @@ class LocalVllm:
             raise ServerRefused(f"vLLM refused {path}: {problem}") from problem
         except Exception as problem:  # its process died, or one of its workers has failed
             raise UpswingError(f"vLLM failed at {path} ({type(problem).__name__}: {problem})") from problem
+
+    async def persist(self, action: Callable[[], Awaitable[T]], *, sampling: bool = False) -> T:
+        """Once: see `call`."""
+        return await action()
 
     async def _do(self, path: str, params: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         llm = self._llm
@@ -88,6 +92,8 @@ class LocalVllm:
                 await llm.update_weight_version(body["new_version"])
             case "/weight_info":
                 return {"weight_version": await llm.get_weight_version()}
+            case "/server_info":
+                return {"vllm_config": {"model_config": {"dtype": llm.model_config.dtype}}}
             case "/v1/load_lora_adapter":
                 self._count += 1  # an id of its own: what runs with an earlier one goes on with that
                 request = self._request(**body, lora_int_id=self._count)

@@ -61,14 +61,18 @@ def server_of(recipe: Recipe, log: Progress) -> HttpEngine | OpenAIEngine | RayE
         raise ConfigError(f"engine.api_key_env: no '{section.api_key_env}' in the environment; export it, with the key")
     if section.kind == "openai":
         assert section.model is not None, "the recipe was checked"
-        text = OpenAIEngine.connect(section.url, model=section.model, api_key=api_key)
+        evals = [stage for stage in recipe.stages if isinstance(stage, EvalStage)]  # it can do no others
+        asked = {0.0 if one.greedy else float(one.temperature or 1.0) for one in evals}
+        text = OpenAIEngine.connect(
+            section.url, model=section.model, temperatures=sorted(asked), api_key=api_key, warn=log.warn
+        )
         if text.capabilities.token_out:
             log.note(f"{section.url} tells token ids: if it is vLLM, kind: vllm keeps them, and can train")
         return text
     folder = None if section.weights_dir is None else Path(section.weights_dir)
-    engine = SERVERS[section.kind].connect(section.url, weights_dir=folder, api_key=api_key)
+    engine = SERVERS[section.kind].connect(section.url, weights_dir=folder, api_key=api_key, warn=log.warn)
     if isinstance(engine, VllmEngine):
-        engine.use(adapter_rank=_adapter_rank(recipe), sleep=section.sleep)
+        engine.use(adapter_rank=_adapter_rank(recipe), adapters=_adapters(recipe), sleep=section.sleep)
     if any(not isinstance(stage, EvalStage) for stage in recipe.stages):
         engine.require_training()
     return engine
@@ -83,6 +87,11 @@ def _adapter_rank(recipe: Recipe) -> int | None:
             "engine.adapters: got true, but a learner of several ranks gives merged weights; leave it out"
         )
     return max(adapter_ranks(recipe.stages).values())
+
+
+def _adapters(recipe: Recipe) -> int:
+    """That completions may be sampled with at once: they end with their own, and the newest is added to those."""
+    return 2 + max(getattr(stage, "max_staleness", None) or 0 for stage in recipe.stages)
 
 
 def _vllm_here(recipe: Recipe) -> VllmEngine:
@@ -103,8 +112,8 @@ def _vllm_here(recipe: Recipe) -> VllmEngine:
     }
     if section.kv_memory_gb is not None:
         given["kv_cache_memory_bytes"] = int(section.kv_memory_gb * 1e9)
-    if rank is not None:  # two of them: completions may end with the one before
-        given |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": max_lora_rank(rank)}
+    if rank is not None:
+        given |= {"enable_lora": True, "max_loras": _adapters(recipe), "max_lora_rank": max_lora_rank(rank)}
     folder = None if section.weights_dir is None else Path(section.weights_dir)
     engine = VllmEngine.here(given, section.options, weights_dir=folder)
     engine.use(adapter_rank=rank, sleep=section.sleep)
