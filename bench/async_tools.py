@@ -13,7 +13,7 @@ first (a step with one completion, and more for each further one); everything is
   A B; median over rounds.
 - `fraction_of_bound`: what the simulator, which knows no overhead, says of the asynchronous arm, over what it took.
 - `refilled_vs_sync`: the same, where the next trajectories begin when others end: batches taken from the `Scheduler`
-  with `max_staleness: 1`, which plays stale ones again. Time from the first batch on, a batch.
+  with `max_staleness: 1`, which plays stale ones again. Time a batch, from the first of twice as many on.
 """
 
 from __future__ import annotations
@@ -219,14 +219,14 @@ def rounds_of(costs: Costs, rounds: int, batches: int = BATCHES, size: int = TRA
     ratios, fractions, refilled, seconds = [], [], [], []
     for number in range(rounds):
         rng = random.Random(number)
-        plan = [draw(rng) for _ in range(size * (batches + STALENESS))]
+        plan = [draw(rng) for _ in range(size * (2 * batches + STALENESS))]
         together = apart = ideal = 0.0
         for first in range(0, size * batches, size):
             batch = plan[first : first + size]
             apart += asyncio.run(batch_s(batch, costs, together=False)) / batches
             together += asyncio.run(batch_s(batch, costs, together=True)) / batches
             ideal += run_virtual(ideal_s(batch, costs)) / batches
-        full = asyncio.run(refilled_s(plan, costs, batches, size))
+        full = asyncio.run(refilled_s(plan, costs, 2 * batches, size))
         ratios.append(together / apart)
         fractions.append(ideal / apart)
         refilled.append(together / full)
