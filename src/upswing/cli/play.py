@@ -140,6 +140,6 @@ def show_result(score: Score, episode: Episode, recipe: Recipe) -> None:
     lines.append(f"answer   {'none given' if episode.answer is None else episode.answer}")
     if episode.gold:
         lines.append(f"accepted {' | '.join(episode.gold)}")
-    calls = len(episode.tool_records)
+    calls = sum(bool(record.call.name) for record in episode.tool_records)
     lines.append(f"ended    {episode.stop_reason} after {episode.num_turns} turns, {calls} tool calls")
     typer.echo("\n".join(lines))

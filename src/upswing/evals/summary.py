@@ -50,6 +50,8 @@ class EvalRecord:
     sampled_tokens: int
     recovered: bool | None
     """None: nothing to recover from, or not asked."""
+    malformed: int = 0
+    """Turns, or calls in them, that couldn't be read: no tool calls, but invalid ones."""
 
     @property
     def counted(self) -> bool:
@@ -79,7 +81,7 @@ class EvalSummary:
     """tag name -> tag value -> `reward` and component names -> interval."""
     truncated_frac: float
     invalid_call_frac: float
-    """Of all tool calls; NaN when there were none."""
+    """Of all tool calls and what couldn't be read; NaN when there was neither."""
     duplicate_call_frac: float
     sampled_tokens_min: int
     sampled_tokens_max: int
@@ -100,7 +102,7 @@ class EvalSummary:
 
 def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | None] | None = None) -> EvalRecord:
     """Reduce one trajectory. `recovered` says whether it got past a failed first attempt (None: there was none)."""
-    made = (record.call for record in trajectory.tool_records)
+    made = [record.call for record in trajectory.tool_records if record.call.name]
     calls = [(call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in made]
     counted = trajectory.outcome in COUNTED
     score = trajectory.score if counted else None
@@ -119,6 +121,7 @@ def record_of(trajectory: Trajectory, recovered: Callable[[Trajectory], bool | N
         duplicate_calls=len(calls) - len(set(calls)),
         sampled_tokens=trajectory.num_sampled_tokens,
         recovered=recovered(trajectory) if recovered and counted else None,
+        malformed=len(trajectory.tool_records) - len(made),
     )
 
 
@@ -181,6 +184,7 @@ def summarize(
             by_tag[tag][str(value)].append(record)
     overall = scores(counted)
     num_calls = sum(row.tool_calls for row in counted)
+    num_tried = num_calls + sum(row.malformed for row in counted)
     lengths = [row.sampled_tokens for row in counted]
     pass_at, pass_hat, mixed = _pass_figures(counted, success if success in names else None)
     return EvalSummary(
@@ -196,7 +200,7 @@ def summarize(
         costs={name: mean(counted, attrgetter(name)) for name in COSTS},
         by_tag={tag: {v: scores(rows) for v, rows in sorted(values.items())} for tag, values in by_tag.items()},
         truncated_frac=_ratio(sum(row.outcome == Outcome.TRUNCATED for row in counted), len(counted)),
-        invalid_call_frac=_ratio(sum(row.invalid_calls for row in counted), num_calls),
+        invalid_call_frac=_ratio(sum(row.invalid_calls for row in counted), num_tried),
         duplicate_call_frac=_ratio(sum(row.duplicate_calls for row in counted), num_calls),
         sampled_tokens_min=min(lengths, default=0),
         sampled_tokens_max=max(lengths, default=0),

@@ -39,6 +39,7 @@ def batch_metrics(
     counted = [record for record in records if record.counted]
     scored = [reward for reward in rewards_B if not math.isnan(reward)]
     calls = sum(record.tool_calls for record in counted)
+    tried = calls + sum(record.malformed for record in counted)
     errored, unscored = sum(record.outcome == Outcome.ERRORED for record in records), len(counted) - len(scored)
     values = {
         "reward": mean(scored),
@@ -46,7 +47,7 @@ def batch_metrics(
         "sampled_tokens": mean([record.sampled_tokens for record in counted]),
         "turns": mean([record.turns for record in counted]),
         "tool_calls": mean([record.tool_calls for record in counted]),
-        "invalid_call_frac": sum(record.invalid_calls for record in counted) / calls if calls else math.nan,
+        "invalid_call_frac": sum(record.invalid_calls for record in counted) / tried if tried else math.nan,
         "duplicate_call_frac": sum(record.duplicate_calls for record in counted) / calls if calls else math.nan,
         "no_call_frac": mean([record.tool_calls == 0 for record in counted]),
         "truncated_frac": mean([record.outcome == Outcome.TRUNCATED for record in counted]),

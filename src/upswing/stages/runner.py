@@ -33,6 +33,7 @@ from upswing.models.load import load_model, load_tokenizer
 from upswing.models.resolve import TINY, resolve_model
 from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
+from upswing.preflight.checks import check_template
 from upswing.recipe import (
     ClusterSection,
     DistillStage,
@@ -62,7 +63,7 @@ from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
 from upswing.view.report import write_report
 from upswing.view.run_folder import ENVIRONMENT, RECIPE, RESULTS, read_json, replace_file
-from upswing.world import World, preflight
+from upswing.world import World, preflight, splits_of
 
 T = TypeVar("T")
 ALONE = "start this recipe without torchrun, or with cluster.learners: 1"
@@ -160,8 +161,19 @@ def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
     return report
 
 
+async def _check_template(context: RunContext) -> None:
+    """Raises ConfigError when the chat template drops what the environment sends; what an agent sends, it decides."""
+    recipe = context.recipe
+    if recipe.agent is None:
+        splits = dict.fromkeys(split for stage in recipe.stages for split in splits_of(stage))
+        tasks = [task for split in splits for task in context.tasks.take(split, recipe.seed, 1)]
+        limit_s, own = recipe.limits.env_timeout_s, recipe.engine.kind != "openai"
+        await check_template(context.rollouts.renderer, context.make_env, tasks, timeout_s=limit_s, shows_tools=own)
+
+
 async def _run(context: RunContext, last_sign_of_life: float) -> None:
     try:
+        await _check_template(context)
         for index, stage in enumerate(context.recipe.stages):
             if context.state.is_done(stage.name):
                 context.note(f"{stage.name}: done already")
@@ -296,6 +308,7 @@ def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunCon
     async def worked(scratch: Path) -> T:
         context = _context(here, scratch, world, log)
         try:
+            await _check_template(context)
             if recipe.engine.url is not None and context.engine.capabilities.weight_updates:
                 await context.push_weights(context.source_weights("base"))
             return await work(context)

@@ -27,6 +27,7 @@ class ToolCall:
     """A call that the agent asked for. `arguments` are as parsed; they may be wrong for the tool."""
 
     name: str
+    """Empty where the turn, or the call in it, couldn't be read: counted as invalid, not as a call."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
 

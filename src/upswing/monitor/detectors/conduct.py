@@ -182,7 +182,8 @@ def tool_call_collapse(r: Readings) -> Verdict | None:
 
 def _repeats(trajectory: Trajectory) -> int:
     """Calls that had been made before in it."""
-    calls = [(record.call.name, str(sorted(record.call.arguments.items()))) for record in trajectory.tool_records]
+    made = [record.call for record in trajectory.tool_records if record.call.name]
+    calls = [(call.name, str(sorted(call.arguments.items()))) for call in made]
     return len(calls) - len(set(calls))
 
 
