@@ -104,7 +104,7 @@ def template_findings(renderer: ChatRenderer, end_tokens: tuple[int, ...], stage
             if any(event.forked for event in talk.drift):
                 why = f"after a {role} message the chat template writes earlier turns differently"
                 why += ", so that each turn is a row of its own, computed anew"
-                remedy = "If the agent takes several turns, give the model's folder a chat template that keeps them."
+                remedy = "If the agent takes several turns, set chat_template to one that keeps them."
                 return [found(mode, "warning", stage, why, remedy)]
     return []
 
