@@ -32,8 +32,7 @@ def serve_command(
         str | None, typer.Option(help="How the model writes calls; default: as in the run, else hermes.")
     ] = None,
     tools_in: Annotated[
-        str | None,
-        typer.Option(help="Where it reads of tools: template, system, nowhere; default: as in the run, else template."),
+        str | None, typer.Option(help="Where it reads of tools: template, system, nowhere; default: as in the run.")
     ] = None,
     max_slots: Annotated[int, typer.Option(min=1, help="Completions at once; more wait.")] = 32,
     max_context: Annotated[
@@ -49,7 +48,8 @@ def serve_command(
     POST /v1/chat/completions (stream, tools, n, logprobs, seed), GET /v1/models, GET /health.
     """
     _check_choices(protocol, tools_in, quantize)
-    model, recipe = target, None
+    model = target
+    recipe: Recipe | None = None
     if is_run_folder(Path(target)):
         recipe = load_recipe(Path(target))
         ((_, model),) = checkpoints_of(Path(target), recipe, [stage] if stage else []).items()
