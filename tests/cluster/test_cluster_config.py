@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
+import json
 import re
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,16 +25,23 @@ from typer.testing import CliRunner
 from upswing.cli.main import app
 from upswing.cluster import actors
 from upswing.cluster.actors import check_room, connect, room_here
-from upswing.cluster.engines import RayEngines, Received
+from upswing.cluster.engines import EngineActor, RayEngines, Received
+from upswing.cluster.ranks import RankActor
+from upswing.cluster.worlds import RemoteRubric, Workers, WorldActor
 from upswing.engine.base import Completion, EngineStats, FinishReason, Sampling
-from upswing.errors import ConfigError
+from upswing.envs.base import AssistantMessage, Environment, Observation
+from upswing.errors import ConfigError, EnvironmentBroken
 from upswing.learn import Learner
 from upswing.learn.activations import Fits
 from upswing.learn.precision import compute_context
 from upswing.models.attention import use_upswing_attention
 from upswing.recipe import ClusterSection, check_same, load_recipe
+from upswing.rollout.collect import judge
 from upswing.stages.placement import _fits, _sized, _weight_bytes, _whole_bytes, plan
 from upswing.stages.preflight import learner_bytes
+from upswing.trajectory.types import Message, Outcome, StopReason, Task, Trajectory
+from upswing.verify import rubric_from
+from upswing.verify.deadline import call_env
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
@@ -295,6 +306,99 @@ async def test_a_replacement_that_never_starts_counts_as_a_death(monkeypatch: py
     assert cluster._why == "no engine stays alive (the last: it took longer than 0.05 s to start)"
     waits.cancel()
     await engines.close()
+
+
+# -- workers under load: only Ray is stood in for ---------------------------------------------------------------------
+
+
+class Slow(Environment):
+    def reset(self, task: Task, seed: int) -> Observation:
+        return Observation(messages=task.messages)
+
+    def step(self, message: AssistantMessage) -> Observation:
+        time.sleep(0.2 if message.content == "slowly" else 5.0)
+        return Observation(done=True)
+
+
+def slow(messages: tuple[Message, ...]) -> float:
+    time.sleep(0.2 if messages else 5.0)
+    return 1.0
+
+
+class OneWorker(FakeCluster):
+    """Whose actor is a real WorldActor; its calls are tasks of another process, as it were: no clock comes along."""
+
+    def __init__(self, env_workers: int) -> None:
+        super().__init__(1, 0, torch.float32)
+        self.section = ClusterSection(kind="ray", env_workers=env_workers).model_copy(update={"engines": 0})
+
+    def start(self, kind: type, place: int, *args: Any) -> Any:
+        actor = kind(*args)
+
+        async def told(work: Any) -> Any:
+            try:
+                return await work
+            except Exception as problem:
+                error = FakeRay.exceptions.RayTaskError()
+                error.cause = problem
+                raise error from problem
+
+        def apart(name: str) -> Method:
+            def call(*args: Any) -> Any:
+                work = told(getattr(actor, name)(*args))
+                return work if name == "begin" else asyncio.Task(work, context=contextvars.Context())
+
+            return Method(call)
+
+        return SimpleNamespace(**{name: apart(name) for name in ("begin", "play", "answer", "score")})
+
+
+async def test_waiting_for_a_thread_in_a_worker_takes_no_time_off_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in one process. Five calls of 0.2 s each, one after the other, have 0.6 s each."""
+    monkeypatch.setattr("upswing.verify.deadline.MAX_PER_FUNCTION", 1)
+    limits = {"context_tokens": 256, "env_timeout_s": 0.6, "scoring_timeout_s": 0.6}
+    changes = [f"env={__name__}:Slow", f"verifiers=['{__name__}:slow']", f"limits={json.dumps(limits)}"]
+    recipe = load_recipe(TINY, changes)
+    workers = Workers(OneWorker(1), recipe)
+
+    async def stepped(words: str) -> Any:
+        env = workers.make_env()
+        await env.reset(Task(id="t", messages=()), 0)
+        return await call_env(env.step, AssistantMessage(content=words), timeout_s=0.6)
+
+    assert all(seen.done for seen in await asyncio.gather(*(stepped("slowly") for _ in range(5))))
+    with pytest.raises(EnvironmentBroken, match=r"step took longer than 0\.6 s"):
+        await stepped("too slowly")
+
+    rubric = RemoteRubric(rubric_from(recipe.verifiers), workers)
+
+    async def judged(*messages: Message) -> Any:
+        end = {"outcome": Outcome.COMPLETED, "stop_reason": StopReason.ANSWERED}
+        task = Task(id="t", messages=())
+        return await judge(Trajectory(id="t", task=task, branches=(), messages=messages, **end), rubric, 0.6)
+
+    said = Message(role="assistant", content="b")
+    assert [one.value for one in await asyncio.gather(*(judged(said) for _ in range(5)))] == [1.0] * 5
+    late = await judged()
+    assert late.value is None and "longer than 0.6 s" in late.reason
+    workers.pool.close()
+
+
+@pytest.mark.parametrize(("kind", "many"), [(WorldActor, True), (EngineActor, True), (RankActor, False)])
+def test_a_sign_of_life_does_not_wait_behind_a_thousand_calls(kind: type, many: bool, monkeypatch: Any) -> None:
+    """Of an actor with threads, which has no `answer`, Ray would start as many as calls may run."""
+    given: dict[str, Any] = {}
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, place: None)
+    monkeypatch.setattr(actors, "library", lambda *names: strategies)
+    cluster = FakeCluster(1, 0, torch.float32)
+    cluster.places, cluster._group = [{"CPU": 1.0}], None
+    cluster.ray = SimpleNamespace(
+        remote=lambda kind: SimpleNamespace(
+            options=lambda **options: given.update(options) or Method(lambda *args: None)
+        )
+    )
+    actors.Cluster.start(cluster, kind, 0)
+    assert given["num_cpus"] == 1 and (given.get("max_concurrency", 1) > 50_000) is many
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import os
@@ -26,6 +27,9 @@ BEAT_S = 2.0
 ANSWER_S = 10.0
 START_S = 600.0
 """An actor that isn't ready by then, or an engine that hasn't loaded its weights, hangs."""
+AT_ONCE = 100_000
+"""Calls of an async actor that run at the same time. With Ray's own limit of 1000 a sign of life would wait behind what
+is played."""
 DEATHS = 5
 """Of an actor in a row; its place then stays empty."""
 AGAIN = "start the run again with --resume"
@@ -183,6 +187,8 @@ class Cluster:
             "num_gpus": self.places[place].get("GPU", 0),
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, place),
         }
+        if inspect.iscoroutinefunction(getattr(kind, "answer", None)):  # others would have so many threads
+            options["max_concurrency"] = AT_ONCE
         return self.ray.remote(kind).options(**options).remote(*args)
 
     async def call(self, method: Any, *args: Any) -> Any:

@@ -13,10 +13,11 @@ from upswing.envs import Environment, environment_factory
 from upswing.envs.base import AssistantMessage, Observation
 from upswing.errors import EnvironmentBroken, UpswingError
 from upswing.recipe import Recipe, VerifierSection
+from upswing.recipe.models import LimitsSection
 from upswing.trajectory.types import Score, Task
 from upswing.verify import Rubric, rubric_from
 from upswing.verify.base import Episode
-from upswing.verify.deadline import call_env, off_the_clock
+from upswing.verify.deadline import call_env, call_with_deadline, off_the_clock
 
 TRIES = 3
 """Workers that may die while they score one trajectory."""
@@ -26,11 +27,16 @@ class WorldActor:
     """Plays many episodes at once, each in an environment of its own, and scores trajectories."""
 
     def __init__(
-        self, folder: str, env: str, args: Mapping[str, Any], verifiers: Sequence[VerifierSection], timeout_s: float
+        self,
+        folder: str,
+        env: str,
+        args: Mapping[str, Any],
+        verifiers: Sequence[VerifierSection],
+        limits: LimitsSection,
     ) -> None:
         enter(folder)
         self._made_of = (env, args, verifiers)
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._episodes: dict[str, Environment] = {}
 
     async def begin(self) -> None:
@@ -46,7 +52,7 @@ class WorldActor:
             elif method == "close" and episode not in self._episodes:
                 return None, None  # its reset never came
             env = self._episodes.pop(episode) if method == "close" else self._episodes[episode]
-            return await call_env(getattr(env, method), *args, timeout_s=self._timeout_s), None
+            return await call_env(getattr(env, method), *args, timeout_s=self._limits.env_timeout_s), None
         except (Exception, SystemExit, GeneratorExit) as problem:
             return None, f"{type(problem).__name__}: {problem}"
 
@@ -54,9 +60,13 @@ class WorldActor:
         """At once: what is played and scored runs in threads, or awaits."""
 
     async def score(self, episode: Episode) -> dict[str, Score]:
-        """What each verifier says."""
-        scores = await asyncio.gather(*(verifier(episode) for _, verifier, _ in self._rubric.items))
-        return {name: score for (name, _, _), score in zip(self._rubric.items, scores, strict=True)}
+        """What each verifier says. Raises DeadlineExceeded when they take too long."""
+
+        async def scores() -> list[Score]:
+            return await asyncio.gather(*(verifier(episode) for _, verifier, _ in self._rubric.items))
+
+        found = await call_with_deadline(scores, {}, self._limits.scoring_timeout_s)
+        return {name: score for (name, _, _), score in zip(self._rubric.items, found, strict=True)}
 
 
 class Workers:
@@ -65,7 +75,7 @@ class Workers:
     def __init__(self, cluster: Cluster, recipe: Recipe) -> None:
         """Raises ConfigError when they can't make the environment or the verifiers."""
         self.cluster, section = cluster, cluster.section
-        made_of = (recipe.env.name, recipe.env.args, recipe.verifiers, recipe.limits.env_timeout_s)
+        made_of = (recipe.env.name, recipe.env.args, recipe.verifiers, recipe.limits)
 
         def start(place: int) -> Any:
             return cluster.start(WorldActor, place, os.getcwd(), *made_of)
@@ -99,7 +109,8 @@ class RemoteEnvironment(Environment):
         try:
             if member.actor is not actor or not member.up:
                 raise Gone("under another call")
-            found, problem = await pool.call(member, "play", self._episode, method, *args)
+            with off_the_clock():  # the worker keeps the time, and doesn't count what waits there for a free thread
+                found, problem = await pool.call(member, "play", self._episode, method, *args)
         except Gone as gone:
             if not await cluster.check():
                 if method == "close":
@@ -138,10 +149,10 @@ class RemoteRubric(Rubric):
     async def score(self, episode: Episode) -> Score:
         pool, why = self._workers.pool, ""
         for _ in range(TRIES):
-            with off_the_clock():
+            with off_the_clock():  # the worker keeps the time
                 member = await pool.pick()
-            try:
-                return self._total({}, [], await pool.call(member, "score", episode))
-            except Gone as problem:
-                why = str(problem)
+                try:
+                    return self._total({}, [], await pool.call(member, "score", episode))
+                except Gone as problem:
+                    why = str(problem)
         raise UpswingError(f"{TRIES} workers were lost while they scored; the last: {why}")
