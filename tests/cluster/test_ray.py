@@ -164,8 +164,10 @@ async def test_requests_of_an_engine_that_hangs_are_sampled_again(engines: tuple
 # -- environments -----------------------------------------------------------------------------------------------------
 
 
-def recipe(steps: int = 2, cluster: dict[str, Any] | None = None, **args: Any) -> Recipe:
-    stage = {"stage": "rl", "steps": steps, "tasks_per_step": 2, "group_size": 4, "lr": 1e-3, "eval_every": 0}
+def recipe(
+    steps: int = 2, cluster: dict[str, Any] | None = None, stage: dict[str, Any] | None = None, **args: Any
+) -> Recipe:
+    own = {"stage": "rl", "steps": steps, "tasks_per_step": 2, "group_size": 4, "lr": 1e-3, "eval_every": 0}
     return recipe_from(
         {
             "name": "counted",
@@ -176,7 +178,7 @@ def recipe(steps: int = 2, cluster: dict[str, Any] | None = None, **args: Any) -
             "learner": {"dtype": "float32"},
             "limits": {"turn_tokens": 24, "context_tokens": 128},
             "cluster": {"kind": "ray", **cluster} if cluster else {},
-            "stages": [stage],
+            "stages": [{**own, **(stage or {})}],
         }
     )
 
@@ -243,15 +245,16 @@ async def test_a_worker_that_dies_breaks_what_it_played_and_is_replaced(tmp_path
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, at: int, also: Callable[[], object]) -> None:
-    """Kill the engine that is to get the n-th request, just before it gets it, and do something else too."""
+def kill_at(monkeypatch: pytest.MonkeyPatch, at: int, also: Callable[[], object], *, engine: bool = True) -> None:
+    """Kill the engine that is to get the n-th request (or not), just before it gets it, and do something else too."""
     real, count = Pool.call, itertools.count(1)
 
     async def call(pool: Pool, member: Member, method: str, *args: Any) -> Any:
         if method == "generate" and next(count) == at:
             pid = await member.actor.__ray_call__.remote(lambda self: os.getpid())
             also()
-            os.kill(pid, signal.SIGKILL)
+            if engine:
+                os.kill(pid, signal.SIGKILL)
         return await real(pool, member, method, *args)
 
     monkeypatch.setattr(Pool, "call", call)
@@ -337,6 +340,40 @@ def test_a_rank_that_can_not_start_is_noticed(how: str, message: str, monkeypatc
         assert time.monotonic() - started < 60
     finally:
         cluster.close()
+
+
+def test_a_run_whose_rank_is_killed_ends_with_its_name_and_goes_on(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step. What follows is in one process: after such a loss there are no ranks to be had here."""
+
+    class Rank:
+        def __init__(self, folder: str) -> None:
+            os.chdir(folder)
+
+        def follow(self, place: dict[str, str]) -> None:
+            from upswing.learn import sharded
+
+            inner, calls = sharded.ShardedLearner._accumulate, []
+
+            def fatal(self: Any, *args: Any) -> Any:
+                calls.append(args)
+                if len(calls) == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return inner(self, *args)
+
+            sharded.ShardedLearner._accumulate = fatal  # type: ignore[method-assign]
+            sharded.follow(place)
+
+    monkeypatch.setattr("upswing.cluster.ranks.RankActor", Rank)
+    out, saves = tmp_path / "run", {"save_every": 1}
+    with pytest.raises(UpswingError, match=r"rank 1 of 2 ended without a word.*start the run again with --resume"):
+        run_recipe(recipe(3, {"learners": 2}, saves), out, log=Progress(quiet=True))
+    torch.distributed.destroy_process_group()  # as the end of the process does
+    assert [path.name for path in (out / "checkpoints/rl").glob("step-*")] == ["step-000001"]
+    run_recipe(recipe(3, stage=saves), out, resume=True, log=Progress(quiet=True))
+    assert Counter(t.task.id for _, t in learned(out)) == {f"train{n}": 4 for n in range(6)}
+    assert_same_weights(out, undisturbed)
 
 
 def test_a_run_whose_node_is_killed_ends_and_goes_on_elsewhere(
