@@ -38,9 +38,7 @@ def serve_command(
     max_context: Annotated[
         int | None, typer.Option(min=16, help="Tokens, prompt and answer; default: the run's, else the model's.")
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer; default: the run's, else 1024.")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer; default: the run's, or 1024.")] = None,
     quantize: Annotated[str | None, typer.Option(help="int8, on a CPU.")] = None,
 ) -> None:
     """Serve a run's newest weights, or any model, as an OpenAI-compatible endpoint with tools.
