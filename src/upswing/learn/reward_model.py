@@ -111,7 +111,8 @@ def load_reward_model(spec: str | Path, **options: Any) -> RewardModel:
 
     Raises ConfigError as `load_scalar_model` does.
     """
-    return RewardModel(load_scalar_model(spec).to(learner_device()), lr=0.0, **options)
+    model: Any = load_scalar_model(spec)
+    return RewardModel(model.to(learner_device()), lr=0.0, **options)
 
 
 def score_trajectories(model: RewardModel, trajectories: Sequence[Trajectory]) -> list[float | None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -130,8 +130,10 @@ class RunContext:
 
     def source_model(self, source: str) -> PreTrainedModel:
         """A fresh copy of a stage's final weights (or the base model's) in fp32, where the learner computes."""
-        model: Any = self._load(source)
-        return model if on_several_ranks() else model.to(learner_device())
+        model = self._load(source)
+        if not on_several_ranks():
+            cast(torch.nn.Module, model).to(learner_device())
+        return model
 
     def source_weights(self, source: str) -> Mapping[str, torch.Tensor]:
         """Those of `source_model`, for an engine: in main memory, since the GPU may be the engine's."""
