@@ -8,6 +8,7 @@ task each would cost more than all the rest.
 from __future__ import annotations
 
 import asyncio
+import gc
 import heapq
 import itertools
 import math
@@ -67,6 +68,9 @@ class Layout:
     shared: bool = False
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Stream:
     """A trajectory as its engine sees it."""
@@ -80,7 +84,7 @@ class Stream:
     turn: Turn = Turn(new_tokens=0, sampled_tokens=0)
     row_s: float = 0.0
     """What it adds to a step."""
-    then: Callable[[], None] = lambda: None
+    then: Callable[[], None] = _nothing
 
 
 class SimulatedEngine:
@@ -90,9 +94,8 @@ class SimulatedEngine:
 
     def __init__(self, costs: Costs, slots: int) -> None:
         self.costs, self.slots = costs, slots
-        self.busy_s = 0.0
-        self.load = 0
-        """Trajectories that are to be played here; for whoever hands them out."""
+        self.busy_s, self.load = 0.0, 0
+        """Load: trajectories that are to be played here; for whoever hands them out."""
         loop: Any = asyncio.get_running_loop()
         self._time: Callable[[], float] = loop.time
         self._at: Callable[..., Any] = getattr(loop, "later", loop.call_at)
@@ -102,8 +105,8 @@ class SimulatedEngine:
         self._cached: set[object] = set()
         """Streams, and groups for their prompts."""
         self._numbers = itertools.count()
-        self._steps, self._last = 0.0, self._time()
-        self._row_s = self._prefill_s = 0.0
+        self._last: float = self._time()
+        self._steps = self._row_s = self._prefill_s = 0.0
         self._wake = math.inf
 
     async def generate(self, turn: Turn, stream: Stream | None = None) -> None:
@@ -170,7 +173,6 @@ class SimulatedEngine:
         return self._last + self._prefill_s + (self._running[0][0] - self._steps) * self._step_s()
 
     def _leave(self, stream: Stream) -> None:
-        """One that ran."""
         self._row_s -= stream.row_s
         if not self._running:
             self._row_s = self._prefill_s = 0.0
@@ -208,7 +210,8 @@ class SimulatedEngine:
             self._leave(stream)
             ended.append(stream)
         for stream in ended:
-            stream.then()
+            then, stream.then = stream.then, _nothing  # else a stream that is called back would be a cycle
+            then()
         self._admit()
 
 
@@ -342,7 +345,6 @@ class _Trajectory(Stream):
                 self.group.done.set_result(None)
 
     def stop(self) -> None:
-        """Cancelled."""
         if self.engine is not None and not self.over:
             self.engine.drop(self)
             self._leave()
@@ -362,9 +364,14 @@ def simulate(
     *, plays: Plays, pace: Pace, group_size: int, costs: Costs, layout: Layout, steps: int = 12, seed: int = 0
 ) -> Prediction:
     """Play `steps` steps; the first third warms up and isn't counted."""
-    return run_virtual(
-        _train(_World(plays=plays, group_size=group_size, costs=costs, layout=layout, seed=seed), pace, steps)
-    )
+    world = _World(plays=plays, group_size=group_size, costs=costs, layout=layout, seed=seed)
+    collects = gc.isenabled()
+    gc.disable()  # it would look at all that is in play again and again; there are no cycles to speak of
+    try:
+        return run_virtual(_train(world, pace, steps))
+    finally:
+        if collects:
+            gc.enable()
 
 
 async def _train(world: _World, pace: Pace, steps: int) -> Prediction:
@@ -377,9 +384,9 @@ async def _train(world: _World, pace: Pace, steps: int) -> Prediction:
     requeued = sampled = 0
     since, busy = 0.0, [0.0] * len(world.engines)
     for step in range(steps):
-        if step == warm:
-            since, busy = loop.time(), [engine.busy_s for engine in world.engines]
         began = loop.time()
+        if step == warm:
+            since, busy = began, [engine.busy_s for engine in world.engines]
         taken = await scheduler.take()
         waited = loop.time() - began
         update = sum(group.tokens for group in taken.groups) * costs.train_token_s / layout.learners
