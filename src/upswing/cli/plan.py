@@ -80,17 +80,9 @@ def plan_command(
         cached = slots * (prompt_tokens + turns * (mean + result_tokens)) * cache_token_bytes
         needs = fitted(devices, parameters, cached, device_memory_gb)
         Progress().note(f"devices of an engine: {needs[0]}; of the learner: {needs[1]} or more")
-        costs = assumed(
-            parameters,
-            bandwidth,
-            flops,
-            sync_s,
-            step_s=engine_step_s,
-            row_s=engine_row_s,
-            train_tokens_per_s=train_tokens_per_s,
-            cache_token_bytes=cache_token_bytes,
-            engine_devices=needs[0],
-        )
+        known = dict[str, Any](step_s=engine_step_s, row_s=engine_row_s, train_tokens_per_s=train_tokens_per_s)
+        sizes = dict[str, Any](cache_token_bytes=cache_token_bytes, engine_devices=needs[0])
+        costs = assumed(parameters, bandwidth, flops, sync_s, **known, **sizes)
         texts = dict[str, Any](turns=turns, prompt_tokens=prompt_tokens, result_tokens=result_tokens)
         drawn = dict[str, Any](turn_tokens=turn_tokens, turn_spread=turn_spread, tool_s=tool_s, tool_spread=tool_spread)
         plays = lognormal_plays(**texts, **drawn)
@@ -237,7 +229,7 @@ def measured(run: Path) -> Measured:
 
     low, high = 1e-6, 10.0
     layout = Layout(engines=there.engines, learners=there.learners, slots=slots)
-    same = {"plays": plays, "group_size": stage.group_size, "layout": layout, "steps": 4}
+    same = dict[str, Any](plays=plays, group_size=stage.group_size, layout=layout, steps=4)
     for _ in range(12):
         middle = math.sqrt(low * high)
         found = simulate(pace=Pace(batch=stage.tasks_per_step), costs=costs(middle), **same)
