@@ -9,8 +9,9 @@ import pytest
 
 from upswing.monitor.metrics import MetricsLog
 from upswing.stages import guard
+from upswing.verify.rubric import Rubric
 
-from .test_algorithms import recipe, run
+from .test_algorithms import even, length, recipe, run
 from .test_safeguards import Scripted, findings, killed_after, same
 
 RL = {"stage": "rl", "lr": 1e-3, "eval_every": 0, "tasks_per_step": 2, "group_size": 2, "save_every": 1}
@@ -43,3 +44,11 @@ def test_a_penalty_leaves_the_reward_also_after_a_kill_and_is_back_in_the_next_s
     assert "unpaid none -&gt; length" in (tmp_path / "alone/report.html").read_text()
     out = killed_after(tmp_path / "alone", tmp_path / "killed", 2)
     assert parts(run(alone, out, resume=True)) == [True, False, False] and same(tmp_path / "alone", out)
+
+
+def test_a_weight_that_changes_over_steps_is_gone_at_all_of_them() -> None:
+    one = Rubric([("a", even, 1.0), ("side", length, -1.0)], ramps={"side": (-2.0, 10)})
+    without = one.without(["side"])
+    assert [without.at(step).weights for step in (0, 5, 20)] == [{"a": 1.0}] * 3
+    assert [name for name, *_ in without.items] == ["a", "side"] and one.at(0).weights == {"a": 1.0, "side": -2.0}
+    assert one.without([]) is one

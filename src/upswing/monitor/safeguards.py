@@ -60,8 +60,9 @@ class Action:
         brakes = ", ".join(key for key in self.changes if key in BRAKES)
         until = f"taken back step by step ({brakes}) once {self.mode} was ok for long" if brakes else ""
         plain = {name: value for name, value in asdict(self).items() if name not in ("changes", "severity")}
-        count = {key: [len(v) if isinstance(v, list) else v for v in self.changes[key]] for key in self.changes}
-        changes = {key: count[key] if key == LEFT_OUT else pair for key, pair in self.changes.items()}
+        changes = dict(self.changes)
+        if LEFT_OUT in changes:
+            changes[LEFT_OUT] = [None if ids is None else len(ids) for ids in changes[LEFT_OUT]]
         kind = {"kind": "action", "title": self.text, "severity": "info", "stage": stage}
         return {**kind, **plain, "changes": changes, "until": "" if self.takes_back else until}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -25,6 +25,7 @@ from upswing.recipe.distill import DistillStage
 from upswing.recipe.rl import GROUPED
 from upswing.stages.context import RunContext
 from upswing.trajectory.types import Trajectory
+from upswing.verify.rubric import Rubric
 from upswing.view.run_folder import FINDINGS, read_json_lines
 
 STORED_STEPS = 50
@@ -42,7 +43,7 @@ class Guard:
         self.names = usable(stage.safeguards, dict(stage)) if isinstance(stage, RlStage) else ()
         self.past = Past()
         # A safeguard of the stage before may have taken parts out; rollouts and evaluations have the recipe's own.
-        self.rubric = context.rubric = context.rollouts.rubric
+        self.rubric = context.rubric = cast(Rubric, context.rollouts.rubric)
         self._unheard = unheard(stage.stage, grouped=isinstance(stage, RlStage) and stage.advantage in GROUPED)
         self._watch, self.judgements = self._new_watch(), tuple[Judgement, ...]()
         self._outcomes = lru_cache(maxsize=STORED_STEPS)(self._read_outcomes)
