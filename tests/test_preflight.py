@@ -119,7 +119,7 @@ TRIPPED: dict[str, dict[str, Any]] = {
     "bonus_against_kl_stop": {"entropy_coef": 0.001, "kl_stop": 1e-3, **TWO},
     "large_entropy_bonus": {"entropy_coef": 0.05},
     "tempered_entropy_target": {"entropy_coef": 0.001, "entropy_target": 0.5, "temperature": 0.7},
-    "stale_without_correction": {"max_staleness": 1, "old_logprobs": "engine", **TWO},
+    "stale_without_correction": {"max_staleness": 1, "correction": "none"},
     "reference_follows_policy": {"kl_coef": 0.01, "ref_refresh_steps": 1},
     "reward_model_without_kl": {"reward_model": "judge"},
     "many_updates_of_a_batch": {"updates_per_batch": 16},

@@ -391,6 +391,15 @@ def test_the_engines_logprobs_serve_as_old_ones_when_they_are_equal():
         assert_same_gradients(one, other)
 
 
+def test_the_only_step_of_a_batch_takes_its_ratio_to_the_engine_if_it_is_told_to():
+    """Log-probs 0.5 lower when sampled: every ratio is e^0.5 = 1.65, so good tokens are clipped, and learn nothing."""
+    rows = [replace(r, advantage=1.0) for r in random_rows()]
+    now = Learner(tiny(), lr=1e-3).logprobs(rows)
+    stale = [replace(r, engine_logprobs=values - np.float32(0.5)) for r, values in zip(rows, now, strict=True)]
+    norms = [Learner(tiny(), lr=1e-3).rl_update(stale, old_logprobs=old).grad_norm for old in ("recompute", "engine")]
+    assert norms[0] > 0 and norms[1] == 0
+
+
 def test_old_logprobs_from_the_engine_must_be_there():
     with pytest.raises(ValueError, match="recompute"):
         Learner(tiny(), lr=1e-3).rl_update(

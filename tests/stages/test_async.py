@@ -213,6 +213,9 @@ def test_staleness_brings_its_correction() -> None:
     assert stage.changed({"lr": 1e-4}).correction is None and recipe_from(one.to_dict()) == one
     assert slow({"max_staleness": 1, "correction": None}).stages[0].correction == "tis"  # null: the default
     stage = slow({"max_staleness": 1, "minibatches": 2, "old_logprobs": "engine"}).stages[0]
+    stale = slow({"max_staleness": 1, "old_logprobs": "engine"}).stages[0]  # not 1 in the only update either
+    assert stale.clip_low == 0.2 and not RLOptions.of(stale).on_policy and recipe_from(slow({}).to_dict()) == slow({})
+    assert stage.changed({"minibatches": 1}).old_logprobs == "engine"
     assert stage.correction is None  # the policy ratio itself is over the sampler's log-probs
 
 
@@ -220,6 +223,11 @@ def test_staleness_brings_its_correction() -> None:
     ("keys", "message"),
     [
         ({"stale": "drop"}, "stale: got 'drop' without effect"),
+        ({"old_logprobs": "engine"}, "old_logprobs: got 'engine' without effect, as a batch has one update"),
+        (
+            {"max_staleness": 1, "old_logprobs": "engine", "algorithm": "rloo"},
+            "old_logprobs: got 'engine' without effect, as a batch has one update",
+        ),
         ({"max_staleness": 1, "oversample": 2}, "oversample: got 2 without effect"),
         ({"max_staleness": -1}, "max_staleness"),
     ],

@@ -103,8 +103,9 @@ class Learner(Trainer):
 
         Options come as an `RLOptions` or as its fields. Advantages are the rows', computed over whole groups before;
         how rows are cut into minibatches or packs doesn't change them. With a single step, old_logprobs are the
-        policy's own, detached (ratio 1, no second forward); otherwise they come from a forward before the first step,
-        or are `old`, what `logprobs` gave for the rows under the current weights at this temperature.
+        policy's own, detached (ratio 1, no second forward), or the engine's if the options say so; otherwise they come
+        from a forward before the first step, or are `old`, what `logprobs` gave for the rows under the current weights
+        at this temperature.
 
         Rows whose advantage is exactly 0 at every loss token are left out when nothing else is in the loss: their
         gradient is exactly zero. They still count in every denominator, but not in the metrics over computed tokens.

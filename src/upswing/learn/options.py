@@ -59,8 +59,8 @@ class RLOptions:
     minibatches: int = 1
     """Optimizer steps in each pass; each has its own denominators."""
     old_logprobs: str = "recompute"
-    """Where they come from when there is more than one optimizer step: `recompute`, a forward before the first one; or
-    `engine`, the sampler's own (bypass mode), which saves that forward and is as exact as engine and learner agree."""
+    """Where they come from: `recompute`, a forward before the first optimizer step if there are several; or `engine`,
+    the sampler's own (bypass mode), which saves that forward and is as exact as engine and learner agree."""
     kl_stop: float | None = None
     """Leave out a batch's remaining steps once the mean k3 of a step to the policy before the batch is above this."""
 
@@ -118,5 +118,7 @@ class RLOptions:
 
     @property
     def on_policy(self) -> bool:
-        """One step a batch, and no choice among its tokens: the policy of the step is all that it needs."""
-        return self.updates_per_batch * self.minibatches == 1 and self.spec.select is None
+        """One step a batch, no choice among its tokens, and no ratio to the sampler: the policy of the step is all that
+        it needs."""
+        single = self.updates_per_batch * self.minibatches == 1
+        return single and self.spec.select is None and self.old_logprobs != "engine"

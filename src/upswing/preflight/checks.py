@@ -53,10 +53,11 @@ RULES = (
     Rule("tempered_entropy_target", lambda r, s: s.entropy_target and s.temperature < 1,
          "the target is for the sampled distribution, which temperature {s.temperature:g} sharpens",
          "Sample at 1.", lambda r, s: {"temperature": 1.0}),
-    Rule("stale_without_correction", lambda r, s: s.max_staleness and s.old_logprobs == "engine",
-         "max_staleness {s.max_staleness} with old_logprobs engine: ratios to old weights are clipped before anything "
-         "is learned", "Take the ratio to the policy before the update, and correct for the sampler.",
-         lambda r, s: {"old_logprobs": "recompute", "correction": "tis"}),
+    Rule("stale_without_correction", lambda r, s: s.max_staleness and s.correction is None,
+         "max_staleness {s.max_staleness} without a correction: samples of old weights pass for the policy's own, or "
+         "with old_logprobs engine are clipped before anything is learned",
+         "Take the ratio to the policy before the update, and correct for the sampler.",
+         lambda r, s: {"old_logprobs": None, "correction": "tis"}),
     Rule("reference_follows_policy", lambda r, s: s.kl_coef and s.ref_refresh_steps == 1,
          "the reference is the policy of one step ago, so kl_coef {s.kl_coef:g} holds nothing",
          "Keep the reference, or refresh it after hundreds of steps.", lambda r, s: {"ref_refresh_steps": None}),

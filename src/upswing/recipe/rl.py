@@ -87,7 +87,8 @@ class RlStage(RlBase):
     updates_per_batch: Count = opt(1, "Passes over a batch.")
     old_logprobs: Literal["recompute", "engine"] | None = null(
         "Log-probs before the update, when a batch has several: recompute (the default, one more forward) "
-        "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one."
+        "or engine (the sampler's own; exact where engine and learner compute alike, see mismatch_max); null for one, "
+        "or with max_staleness engine, whose ratio is then not 1."
     )
     kl_stop: Positive | None = null(
         "Skip a batch's remaining updates when the KL to the policy before it is above this."
@@ -230,7 +231,7 @@ class RlStage(RlBase):
             if now != before:
                 data |= dict.fromkeys(table.get(before, {}).keys() - table.get(now, {}).keys())
         if data["minibatches"] * data["updates_per_batch"] == 1:
-            data |= dict.fromkeys(RATIO_KEYS)
+            data |= dict.fromkeys(["kl_stop"] if _over_old_samples(data) else RATIO_KEYS)
         return type(self).model_validate(data)
 
     @property
@@ -242,7 +243,7 @@ class RlStage(RlBase):
 
     @property
     def single_update(self) -> bool:
-        """One optimizer step a batch: the policy of the step is the one before it, and every ratio is 1."""
+        """One optimizer step a batch: the policy of the step is the one before it, and every ratio to that is 1."""
         return (self.minibatches or 1) * self.updates_per_batch == 1
 
     @model_validator(mode="after")
@@ -294,7 +295,7 @@ class RlStage(RlBase):
             raise refuse("minibatches", f"got {minibatches}, {why}; allowed: {divisors(self.tasks_per_step)}")
         if self.single_update:
             why = "as a batch has one update, whose ratio is 1; set minibatches or updates_per_batch too"
-            self.refuse_given(RATIO_KEYS, why)
+            self.refuse_given(["kl_stop"] if _over_old_samples(dict(self)) else RATIO_KEYS, why)
             if self.llds_coef:
                 raise refuse("llds_coef", f"got {self.llds_coef:g} without effect, {why}")
         elif self.loss == "policy_gradient":
@@ -387,14 +388,20 @@ class RlStage(RlBase):
 def _fill_choices(filled: dict[str, Any]) -> None:
     """Defaults of the keys that belong to the choices made."""
     counts = [filled.get("minibatches", 1), filled.get("updates_per_batch", 1)]
-    single = counts == [1, 1]
+    single = counts == [1, 1] and not _over_old_samples(filled)
     for choice, table in EFFECTS.items():
         for key, value in table.get(str(filled.get(choice)), {}).items():
             if not (choice == "loss" and single and key not in RATIO_FREE):
                 filled.setdefault(key, value)
 
 
-def _positive(data: dict[str, Any], key: str) -> bool:
+def _over_old_samples(data: Mapping[str, Any]) -> bool:
+    """Whether the ratio is to what sampled, maybe steps ago: then it isn't 1 in the only update of a batch either."""
+    ratio = data.get("old_logprobs") == "engine" and data.get("loss") != "policy_gradient"
+    return ratio and _positive(data, "max_staleness")
+
+
+def _positive(data: Mapping[str, Any], key: str) -> bool:
     value = data.get(key)
     return isinstance(value, (int, float)) and value > 0
 

@@ -135,11 +135,8 @@ class PolicyMethod:
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
         stage = self.stage
-        overlong = None
-        if stage.overlong_length is not None:
-            overlong = (stage.overlong_length, stage.overlong_cache or 0, stage.overlong_factor or 1.0)
         judged = self._judged([t for group in groups for t in group.trajectories])
-        return make_batch(groups, truncated=stage.truncated, judged=judged, overlong=overlong)
+        return make_batch(groups, truncated=stage.truncated, judged=judged, overlong=stage.overlong)
 
     def _judged(self, trajectories: Sequence[Trajectory]) -> list[float | None] | None:
         """The reward model's scores, if there is one."""
