@@ -94,7 +94,7 @@ class OpenAIEngine:
                         capabilities = replace(cls.best, token_out=told)
                         for one in temperatures:
                             _takes(client, {**body, length: 16, "temperature": one})
-                        options = {"length": length, "api_key": api_key, "warn": warn}
+                        options: dict[str, Any] = {"length": length, "api_key": api_key, "warn": warn}
                         return cls(url, model=model, capabilities=capabilities, **options)
                     problem = f"status {answer.status_code}: {answer.text[:300]}"
                 except ConfigError:
