@@ -1,7 +1,7 @@
 """What engines that aren't Upswing's own have in common, each against a stand-in with a real model behind it: a vLLM
 server, vLLM in this process, an SGLang server; and their faults.
 
-`bench/vllm_engine.py` measures the same against vLLM itself.
+`bench/vllm.py` measures the same against vLLM itself.
 """
 
 from __future__ import annotations

@@ -149,6 +149,13 @@ def test_a_run_whose_tools_are_told_in_words_has_a_system_message() -> None:
     assert (manner.system, manner.tools_in, manner.turn_tokens, manner.context_tokens) == ("", "system", 8, 256)
 
 
+def test_a_system_message_that_all_tasks_share_is_the_environments() -> None:
+    """A search agent knows its tag from there alone."""
+    manner = manner_of(load_recipe(TINY.with_name("demo.yaml")))
+    assert (manner.protocol, manner.tools_in) == ("tags", "nowhere")
+    assert "<search>" in manner.system and "?" not in manner.system
+
+
 def test_an_environment_that_opens_no_task_is_said_and_can_be_gone_round() -> None:
     recipe = load_recipe(TINY, [f"env={json.dumps({'name': f'{__file__}:Broken', 'args': {'protocol': 'tags'}})}"])
     with pytest.raises(ConfigError, match=r"--tools-in: environment .*OSError: no disk.*template, system, nowhere"):

@@ -69,7 +69,7 @@ def test_other_bounds_are_taken(rl: dict[str, Any]) -> None:
 def test_what_vllm_quantises_needs_a_correction_too(kind: str) -> None:
     """Its own option, beside `engine.quantize`: the sampler is another distribution all the same."""
     engine = {"kind": "vllm", "options": {"quantization": kind}}
-    with pytest.raises(ConfigError, match=rf"correction: got nothing, but engine.options.quantization '{kind}' samples"):
+    with pytest.raises(ConfigError, match=rf"correction: got nothing, but engine.options.quantization '{kind}'"):
         recipe_from({**recipe({}).to_dict(), "engine": engine})
     recipe_from({**recipe({"correction": "tis"}).to_dict(), "engine": engine})
 

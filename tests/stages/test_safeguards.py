@@ -139,7 +139,7 @@ def test_a_kl_that_is_switched_on_has_its_reference_also_after_a_kill(tmp_path: 
     watch.script = {1: (("overfitting", "warning"),)}
     one = small(steps=4, safeguards=["kl"])
     rows = run(one, tmp_path / "whole")
-    assert rows[0].get("kl") is None and all(row["kl"] > 0 and row["set_kl_coef"] == 0.01 for row in rows[1:])
+    assert rows[0].get("kl") is None and all(row["kl"] > 0 and row["set_kl_coef"] == 0.1 for row in rows[1:])
     out = killed_after(tmp_path / "whole", tmp_path / "killed", 2)
     assert [row["kl"] for row in run(one, out, resume=True)] == [row.get("kl") for row in rows]
     assert same(tmp_path / "whole", out)
@@ -165,7 +165,7 @@ def test_a_rollback_brings_weights_and_optimizer_back_and_loses_no_task(
         assert all(torch.equal(value, back["optimizer"]["state"][key][name]) for name, value in state.items())
     two, four = (_model(folder / f"step-00000{i}") for i in (2, 4))
     assert all(torch.equal(two[name], four[name]) for name in two)
-    assert [row["lr"] for row in rows] == [1e-3] * 4 + [5e-4] * 2
+    assert [row["lr"] for row in rows] == [1e-3] * 4 + [2.5e-4] * 2
     played = Counter(
         stored.trajectory.task.id for stored in TrajectoryStore(tmp_path / "whole/trajectories").read("rl")
     )
@@ -205,11 +205,11 @@ def test_the_run_stops_with_the_reason_when_nothing_helps(tmp_path: Path, watch:
     watch.script = {1: (("error_storm", "critical"),)}
     with pytest.raises(
         UpswingError,
-        match=r"rl: stopped at step 3: The error_storm: it rose to 3. Tried: nothing that .* To try: Slow down",
+        match=r"rl: stopped at step 7: The error_storm: it rose to 3. Tried: nothing that .* To try: Slow down",
     ):
-        run(small(steps=6, safeguards="auto"), tmp_path / "run")
+        run(small(steps=8, safeguards="auto"), tmp_path / "run")
     assert [row["safeguard"] for row in findings(tmp_path / "run") if row.get("kind") == "action"] == ["stop"]
-    assert max(path.name for path in (tmp_path / "run/checkpoints/rl").iterdir()) == "step-000002"
+    assert max(path.name for path in (tmp_path / "run/checkpoints/rl").iterdir()) == "step-000006"
 
 
 def test_a_learning_rate_far_too_high_is_found_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,11 +226,16 @@ def text_of(found: Mapping[str, Any]) -> Iterator[str]:
         for status, words in (("ok", "ok"), ("warming_up", "too few steps yet")):
             if part[status]:
                 yield _wrapped(f"{words}: {', '.join(part[status])}", "  ")
-        if part["skipped"]:
-            yield "skipped, for want of these signals:"
-            yield from (
-                _wrapped(f"  {mode}: {', '.join(missing)}", "    ") for mode, missing in part["skipped"].items()
-            )
+        headings = {
+            "partly": "ok by what there is; not judged without:",
+            "skipped": "skipped, for want of these signals:",
+        }
+        for status, words in headings.items():
+            if part[status]:
+                yield words
+                yield from (
+                    _wrapped(f"  {mode}: {', '.join(missing)}", "    ") for mode, missing in part[status].items()
+                )
 
 
 def _about(part: Mapping[str, Any]) -> Iterator[str]:

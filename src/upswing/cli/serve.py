@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -124,12 +125,12 @@ def _trained(recipe: Recipe, *, ask: bool) -> Manner:
 
 
 async def _opening(env: Environment, recipe: Recipe) -> Observation:
-    """What the environment itself says before a task's own messages."""
-    task = Task(id="", messages=()) if recipe.dataset else next(env.tasks("train", recipe.seed))
+    """What the environment itself says before a task's own messages: also a system message that two tasks share."""
+    tasks = [Task(id="", messages=())] if recipe.dataset else list(islice(env.tasks("train", recipe.seed), 2))
+    first, *others = [tuple(one for one in task.messages if one.role == "system") for task in tasks]
+    opening = replace(tasks[0], messages=first if others == [first] else ())
     try:
-        found: Observation = await call_env(
-            env.reset, replace(task, messages=()), recipe.seed, timeout_s=recipe.limits.env_timeout_s
-        )
+        found: Observation = await call_env(env.reset, opening, recipe.seed, timeout_s=recipe.limits.env_timeout_s)
     finally:
         await call_env(env.close, timeout_s=recipe.limits.env_timeout_s)
     return found

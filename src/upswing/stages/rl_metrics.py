@@ -15,6 +15,7 @@ from upswing.algo.advantage import has_signal
 from upswing.evals.summary import record_of
 from upswing.learn.rows import TrainRow
 from upswing.rollout.scheduler import Counts
+from upswing.stages.side_signals import side_signals
 from upswing.stages.text_signals import mean, text_signals
 from upswing.trajectory.types import Group, Outcome, StopReason, Trajectory
 from upswing.verify.rubric import GATED, variance_shares
@@ -63,6 +64,7 @@ def batch_metrics(
         "num_forks": sum(event.forked for t in played for event in t.drift),
         **_group_shares(groups, rewards_B),
         **text_signals(groups, rewards_B),
+        **side_signals([len(group.trajectories) for group in groups], records, rewards_B),
     }
     for name in dict.fromkeys(name for record in counted for name in record.components):
         found = [record.components.get(name) for record in counted]

@@ -23,6 +23,9 @@ def write_doctor_page(path: Path, found: Mapping[str, Any], series: Sequence[Map
 def _stage(part: Mapping[str, Any], points: Mapping[str, tuple[Point, ...]]) -> Html:
     about = f"{part['steps']} steps" + (f", {part['first_step']} to {part['last_step']}" if part["steps"] else "")
     rows = [("ok", ", ".join(part["ok"])), ("too few steps yet", ", ".join(part["warming_up"]))]
+    rows += [
+        (f"ok in part: {mode}", f"not judged without {', '.join(missing)}") for mode, missing in part["partly"].items()
+    ]
     rows += [(f"skipped: {mode}", f"needs {', '.join(missing)}") for mode, missing in part["skipped"].items()]
     findings = [{**one, "title": f"{one['title']} [{one['mode']}]"} for one in part["findings"]]
     return h(

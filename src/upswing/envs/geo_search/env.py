@@ -60,6 +60,7 @@ class GeoSearch(Environment):
     """
 
     name = "geo_search"
+    protocol = "tags"
     task_options = frozenset({"kinds"})
     play_options = frozenset({"k", "max_invalid", "expert_noise", "expert_typos"})
     k: Annotated[int, Field(ge=1, le=20)] = 1
