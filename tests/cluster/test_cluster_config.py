@@ -132,6 +132,7 @@ def test_what_no_node_has_is_refused_at_once(section: dict[str, Any], nodes: Any
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert room_here(ClusterSection(kind="ray", learners=2))["GPU"] == 1
+    assert room_here(ClusterSection(kind="ray"))["GPU"] == 1, "the learner's GPU is no engine's"
     with pytest.raises(ConfigError, match=r"cluster\.learners: got 3, but each takes a GPU, and this machine has 2"):
         room_here(ClusterSection(kind="ray", learners=3))
 

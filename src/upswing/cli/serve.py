@@ -62,7 +62,7 @@ def serve_command(
     from upswing.rollout.serving import Serving
     from upswing.trajectory.render import ChatRenderer
 
-    renderer = ChatRenderer(load_tokenizer(model, recipe and recipe.chat_template))
+    renderer = ChatRenderer(load_tokenizer(model, None if recipe is None else recipe.chat_template))
     loaded = load_model(model, tokenizer=renderer.tokenizer)
     kind: Literal["int8"] | None = "int8" if quantize else None
     engine = TorchEngine.from_model(

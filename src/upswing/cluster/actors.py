@@ -51,7 +51,7 @@ def connect(section: ClusterSection) -> tuple[Any, bool]:
     if section.address is None:
         room = room_here(section)
         check_room(section, [room])
-        with _gpus_hidden(int(room["GPU"] > 0 and section.learners > 1)):
+        with _gpus_hidden(_gpus_of_the_run(section) if room["GPU"] else 0):
             ray.init("local", num_cpus=room["CPU"], num_gpus=room["GPU"], include_dashboard=False, **quiet)
         return ray, True
     host, _, port = section.address.rpartition(":")
@@ -68,8 +68,8 @@ def connect(section: ClusterSection) -> tuple[Any, bool]:
 
 
 def room_here(section: ClusterSection) -> dict[str, float]:
-    """What a Ray that is started on this machine has: as many CPUs as are asked for, and all GPUs but the one that
-    rank 0 of several takes, which is the process of the run. Raises ConfigError for more ranks than GPUs."""
+    """What a Ray that is started on this machine has: as many CPUs as are asked for, and all GPUs but the one that the
+    process of the run learns on. Raises ConfigError for more ranks than GPUs."""
     import torch  # not for workers
 
     if 0 < (gpus := torch.cuda.device_count()) < section.learners:
@@ -78,7 +78,14 @@ def room_here(section: ClusterSection) -> dict[str, float]:
             f"{gpus}, or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         )
     cpus = max(os.cpu_count() or 1, math.ceil(sum(place["CPU"] for place in places(section, 0))))
-    return {"CPU": cpus, "GPU": max(gpus - (section.learners > 1), 0)}
+    return {"CPU": cpus, "GPU": max(gpus - _gpus_of_the_run(section), 0)}
+
+
+def _gpus_of_the_run(section: ClusterSection) -> int:
+    """One for its learner; a learner without further ranks shares the only GPU of a machine with an engine."""
+    import torch
+
+    return int(section.learners > 1 or torch.cuda.device_count() > 1)
 
 
 @contextmanager
