@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -242,3 +244,24 @@ def test_weights_that_change_with_the_step_and_gates_make_the_reward(tmp_path: P
         assert score.value == pytest.approx(gate * ((one.step - 1) * length + 0.5))
         seen.add((one.step, gate > 0))
     assert {step for step, _ in seen} == {1, 2, 3}
+
+
+def test_an_interrupt_that_comes_just_before_an_update_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Giving the engine's cache back is no place to be interrupted at: the step would end half done, and unsaved."""
+    plain = TrajectoryStore.append
+
+    def append(self: TrajectoryStore, stage: str, step: int, played: Any) -> Any:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, stage, step, played)
+
+    monkeypatch.setattr(TrajectoryStore, "append", append)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe({"steps": 5, "save_every": 0}), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [path.name for path in (tmp_path / "run/checkpoints/rl").glob("*")] == ["step-000003"]

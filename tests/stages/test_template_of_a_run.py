@@ -28,6 +28,6 @@ def test_nothing_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     recipe, log = recipe_from(TEXT), Progress(quiet=True)
     with pytest.raises(ConfigError, match="leaves out what 'tool' messages say; set chat_template"):
         run_recipe(recipe, tmp_path / "run", log=log)
-    assert not list((tmp_path / "run" / "trajectories").rglob("*.npz"))
+    assert not list((tmp_path / "run").rglob("*")), "the remedy can be tried in the same folder"
     with pytest.raises(ConfigError, match="leaves out what 'tool' messages say"):
         eval_checkpoint(recipe, "tiny", split="test", tasks=2, greedy=True, samples=1, log=log)

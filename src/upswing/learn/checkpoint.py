@@ -96,7 +96,7 @@ def load_checkpoint(
     _check_same(path, names, {n for n in names if n in own and n in saved and own[n].shape == saved[n].shape})
     if is_adapted(model):
         load_adapter(model, folder / ADAPTER)
-        _check_same(path, names, {name for name in names if torch.equal(own[name], saved[name])})
+        _check_same(path, names, {name for name in names if torch.equal(own[name].cpu(), saved[name])})
     else:
         for name, tensor in own.items():
             copy(tensor, saved[name])
@@ -108,7 +108,7 @@ def load_state(path: Path) -> dict[str, Any]:
     folder = path if path.exists() else _beside(path, ".old")
     if not (folder / STATE_FILE).is_file():
         raise ConfigError(f"no checkpoint at '{path}' ({STATE_FILE} isn't there); give a folder that a learner saved")
-    return {**torch.load(folder / STATE_FILE, weights_only=True), "folder": folder}
+    return {**torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu"), "folder": folder}
 
 
 def save_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -96,7 +96,7 @@ class PolicyMethod:
         if self.stage.max_staleness:  # sampling goes on meanwhile
             return await to_the_end(asyncio.to_thread(self._learn, groups, step, greedy))
         if isinstance(self.context.engine, TorchEngine) and not self.stage.oversample:
-            await self.context.engine.forget_cache()  # the memory is the learner's now; new weights drop it anyway
+            await to_the_end(self.context.engine.forget_cache())  # the learner's memory now; dropped anyway
         return self._learn(groups, step, greedy)
 
     def _learn(

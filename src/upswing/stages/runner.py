@@ -148,13 +148,11 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
 def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
     """In a folder that nobody else writes -> the report."""
     last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*")), default=0.0)
-    context = _context(recipe, out, world, log)  # before the folder is this recipe's: a refused one can be corrected
-    replace_file(out / RECIPE, recipe.dump())
-    replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe, read_json(out / ENVIRONMENT) or {}), indent=1))
+    context = _context(recipe, out, world, log)
     try:
         asyncio.run(_run(context, last_sign_of_life))
     finally:
-        report = write_report(out)
+        report = write_report(out) if (out / RECIPE).exists() else out
     if results := read_json(out / RESULTS):
         log.table(results_table(results, title=recipe.name))
     log.note(f"report: {report}")
@@ -172,9 +170,12 @@ async def _check_template(context: RunContext) -> None:
 
 
 async def _run(context: RunContext, last_sign_of_life: float) -> None:
+    out, recipe = context.out, context.recipe
     try:
-        await _check_template(context)
-        for index, stage in enumerate(context.recipe.stages):
+        await _check_template(context)  # before the folder is this recipe's: a refused one can be corrected
+        replace_file(out / RECIPE, recipe.dump())
+        replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe, read_json(out / ENVIRONMENT) or {}), indent=1))
+        for index, stage in enumerate(recipe.stages):
             if context.state.is_done(stage.name):
                 context.note(f"{stage.name}: done already")
                 continue
