@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from upswing.envs.base import AssistantMessage, Environment, Observation
+from upswing.envs.geo_search import GeoSearch
 from upswing.envs.tool_env import ToolEnv
 from upswing.errors import ConfigError
 from upswing.models.tiny import tiny_tokenizer
@@ -56,6 +57,13 @@ async def check(template: str, env: Any, task: Task = TASK, **options: Any) -> N
 async def test_results_that_the_agent_would_not_see_are_found(template: str, env: Any) -> None:
     with pytest.raises(ConfigError, match=r"'(tool|system)' messages"):
         await check(template, env)
+
+
+@pytest.mark.parametrize("template", ["zephyr", "llama2"])
+async def test_an_environment_can_say_that_its_answers_are_a_tools(template: str) -> None:
+    """One bad turn, as a check would play, ends the episode without any."""
+    with pytest.raises(ConfigError, match="'tool' messages"):
+        await check(template, lambda: GeoSearch(max_invalid=1))
 
 
 @pytest.mark.parametrize("template", ["zephyr", "llama2", "gemma", "chatml"])

@@ -123,7 +123,7 @@ async def check_template(
     """
     for task in tasks:
         env = make_env()
-        has_tools = bool(getattr(env, "_tools", ()))
+        has_tools = bool(getattr(env, "_tools", ())) or getattr(env, "answers_as_tool", False)
         try:
             opening = seen = await call_env(env.reset, task, 0, timeout_s=timeout_s)
             if not has_tools:  # else the answer is a tool's, and no tool need run to know it

@@ -61,6 +61,8 @@ class GeoSearch(Environment):
 
     name = "geo_search"
     protocol = "tags"
+    answers_as_tool = True
+    """Its answers are tool messages, which the chat template must have a place for."""
     task_options = frozenset({"kinds"})
     play_options = frozenset({"k", "max_invalid", "expert_noise", "expert_typos"})
     k: Annotated[int, Field(ge=1, le=20)] = 1
