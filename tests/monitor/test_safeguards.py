@@ -72,6 +72,14 @@ class Played:
         return found
 
 
+def test_a_checkpoint_of_before_with_fields_that_are_no_more_resumes():
+    played = Played(["lr"])
+    played.go(bad("gradient_instability"))
+    saved = played.past.to_json()
+    assert Past.from_json({**saved, "actions": [{**one, "over": None} for one in saved["actions"]]}) == played.past
+    assert saved["actions"]
+
+
 def test_a_mild_finding_or_none_does_nothing():
     played = Played()
     assert not played.go(Judgement(mode="kl_explosion", status="ok"), bad("entropy_collapse", "info"), steps=40)

@@ -71,14 +71,29 @@ def test_without_strict_match_success_is_the_paid_parts_and_no_penalty_of_a_safe
     assert played(*rows).success("eval_").size == 2
 
 
+def lured(*ends: float, form: float = 0.9) -> list[dict[str, Any]]:
+    """Success from and to, then the score of `finds`."""
+    was, now, found, finds = ends
+    return [
+        {"step": s, "score_strict_match": was if s < 7 else now, "score_finds": found if s < 7 else finds,
+         "score_format": form, "num_trajectories": 64}
+        for s in range(1, 13)
+    ]  # fmt: skip
+
+
 def test_the_side_part_that_pays_against_success_is_blamed_and_never_the_main_one():
     assert side_part(collapse(), PAYS) == "call_penalty" and side_part(collapse(), PAYS, ["call_penalty"]) is None
     assert side_part(collapse(), {"strict_match": 1.0, "format": 0.0}) is None
-    paid = {"finds": 3.0, "strict_match": 1.0, "format": 0.1}
-    rows = [{"step": s, "score_strict_match": 0.3, "score_finds": 1.0, "score_format": 0.9} for s in (1, 2)]
-    shares = [{"step": s, "variance_share_finds": 0.8, "variance_share_format": 0.05} for s in (1, 2)]
+    paid, rows = {"finds": 3.0, "strict_match": 1.0, "format": 0.1}, lured(0.5, 0.2, 0.4, 1.0)
+    shares = [{"step": s, "variance_share_finds": 0.8, "variance_share_format": 0.05} for s in range(1, 13)]
     assert side_part(played(*rows, *shares, weights=paid), paid) == "finds"
     assert side_part(played(*rows, weights=paid), paid) is None, "nothing says that it decides"
+    for ends in ((0.0, 0.0, 0.4, 1.0), (0.2, 0.5, 0.4, 1.0), (0.5, 0.2, 1.0, 0.4)):
+        assert side_part(played(*lured(*ends), *shares, weights=paid), paid) is None, "it isn't paid against success"
+    never = {"strict_match": 1.0, "format": 0.2}
+    assert side_part(played(*lured(0.0, 0.0, 0.0, 0.0, form=0.0), weights=never), never) is None, "never earned"
+    for tied in ({"format": 0.5, "finds": 0.5}, {"format": 2.0, "finds": 1.0, "strict_match": 0.0}):
+        assert side_part(played(*rows, *shares, weights=tied), tied) is None, "nothing says which is the main one"
     lenient = {"exact_match": 1.0, "strict_match": 0.0}
     only = {"step": 1, "score_strict_match": 0.3, "variance_share_exact_match": 1.0}
     assert side_part(played(only, weights=lenient), lenient) is None

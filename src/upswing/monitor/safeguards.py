@@ -80,8 +80,10 @@ class Past:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Past:
+        """Fields that this version doesn't know are left out, so that older runs resume."""
+        known = Action.__dataclass_fields__.keys()
         return cls(
-            actions=[Action(**one) for one in data["actions"]],
+            actions=[Action(**{key: one[key] for key in known & one.keys()}) for one in data["actions"]],
             ok_since=dict(data["ok_since"]),
             found_since=dict(data["found_since"]),
         )

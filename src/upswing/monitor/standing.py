@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from upswing.monitor.detectors.readings import Readings
 from upswing.monitor.history import SUCCESS, History
 from upswing.monitor.stats import median
 
@@ -17,6 +18,8 @@ SMOOTH = 5
 """Steps over which success in training is averaged."""
 MOST = 0.5
 """Share of the reward's variance from which on a part other than success decides what is learned."""
+APART = 2.0
+"""Standard errors of its rise, and of success's fall."""
 
 
 def normal_of(history: History) -> dict[str, float]:
@@ -61,19 +64,21 @@ def _until(history: History, prefix: str, step: float) -> np.ndarray:
 
 def side_part(history: History, weights: Mapping[str, float], gone: Collection[str] = ()) -> str | None:
     """The verifier whose part of the reward is to blame where success fails: a penalty (a negative weight, or a score
-    that was never positive), of several the one with most of the reward's variance; else one that is paid for and has
-    most of it, at the start or now, where `strict_match` measures success beside it. None: there is none.
+    that is below 0 and never above), of several the one with most of the reward's variance; else, where `strict_match`
+    is paid, a part that has most of it, at the start or now, and whose score rose while success fell. None: there is
+    none.
 
     `weights`: the rubric's, by verifier. Never `strict_match`, nor without a weight on it the heaviest; nor one of
     those that are `gone`.
     """
     main = SUCCESS if weights.get(SUCCESS, 0) > 0 else max(weights, key=lambda name: weights[name], default="")
-    found = []
+    r, found = Readings(history), []
     for name in sorted(weights.keys() - {main, *gone}):
         values = history.known(f"variance_share_{name}")[1]
         share = max(abs(median(values[:FIRST])), abs(median(values[-SMOOTH:]))) if len(values) else 0.0
         scores = history.known(f"score_{name}")[1]
-        penalty = weights[name] < 0 or (weights[name] > 0 and len(scores) > 0 and scores.max() <= 0)
-        if penalty or (weights[name] > 0 and share >= MOST and history.has(f"score_{SUCCESS}")):
+        penalty = weights[name] < 0 or (weights[name] > 0 and scores.max(initial=-1) <= 0 and scores.min(initial=0) < 0)
+        lures = main == SUCCESS and weights[name] > 0 and share >= MOST
+        if penalty or (lures and r.rose(f"score_{name}", 0, APART) and r.fell("success", 0, APART)):
             found.append((penalty, share, name))
     return max(found)[-1] if found else None
