@@ -51,6 +51,49 @@ HEALTHY: dict[str, tuple[float, float, float, float, float]] = {
     "flat": (0.5, 0.5, 0.5, 1.0, 1.0),
 }
 
+
+def _side(row: Row, success: float, form: float, share: float) -> Row:
+    """Paid for strict_match and, by 0.2, for a form that longer attempts with more calls have less often."""
+    scores = dict.fromkeys(("score_strict_match", "score_answer", "score_strict"), success)
+    scores |= {"score_format": form, "reward": success + 0.2 * form}
+    shares = {"variance_share_format": share, "variance_share_strict_match": 1 - share}
+    return {**scores, **shares, "side_length_corr": -0.4, "side_calls_corr": -0.4}
+
+
+def _cold(row: Row) -> Row:
+    """Nothing is solved in the first ten steps, and the form is learned first."""
+    step = row["step"]
+    success = row["reward"] * min(1.0, max(0.0, (step - 10) / 15))
+    return _side(row, success, min(1.0, step / 10), 0.1 if success > 0.02 else 1.0)
+
+
+def _warming(row: Row) -> Row:
+    share = min(1.0, row["step"] / 31)
+    return {"lr": 1e-3 * share, "kl_old": 0.009 + row["kl_old"] * share**2}
+
+
+def _lifted(row: Row) -> Row:
+    """The entropy safeguard lifts entropy to its target."""
+    far = max(0, row["step"] - 10)
+    put = {"set_entropy_coef": 0.02, "set_entropy_target": 0.4} if far else {}
+    return {"entropy": row["entropy"] / 0.8 * 0.01 + min(0.4, 0.08 + 0.012 * far), **put}
+
+
+_FORM = {"weights": {"strict_match": 1.0, "format": 0.2}}
+MORE: dict[str, tuple[dict[str, Any], Callable[[Row], Row]]] = {
+    "form": (_FORM, lambda row: _side(row, row["reward"], min(1.0, 0.5 + row["step"] / 40), 0.1)),
+    "cold": (_FORM, _cold),
+    "bonus": ({"entropy_coef": 0.02}, lambda row: {}),
+    "lifted": ({"entropy_coef": 0.02}, _lifted),
+    "warming": ({"warmup_steps": 30}, _warming),
+    "overlong": (
+        {"overlong_length": 90, "overlong_cache": 40},
+        lambda row: {"reward": row["reward"] - 0.02 - 0.2 * max(0, row["sampled_tokens"] - 50) / 40},
+    ),
+    "no calls": ({}, lambda row: {"tool_calls": 0.0, "no_call_frac": 1.0, "turns": 1.0, "num_forks": 0.0}),
+}
+"""What a healthy run may have besides -> its facts, and what it changes in a row."""
+
 Fault = Callable[[dict[str, float], float, float], None]
 """(levels of this step, how far the fault has gone in [0, 1], how far its harm) -> changes the levels."""
 

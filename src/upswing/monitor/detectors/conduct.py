@@ -15,16 +15,20 @@ from upswing.monitor.stats import median
 from upswing.trajectory.types import Outcome, Trajectory
 from upswing.verify.rubric import GATED
 
-PERSISTS, FELT, DECIDES = 6, 0.3, 0.5
-"""Steps; correlation; share of the reward's variance."""
+PERSISTS, FELT, DECIDES, SOLVES = 6, 0.3, 0.5, 0.02
+"""Steps; correlation; share of the reward's variance; success from which on it varies."""
+HEAVY = 0.25
+"""Share of the best success from which on a mean charge for length outweighs it."""
 
 
 def _lure(r: Readings, name: str, sign: int) -> str | None:
     """Evidence that what the reward has beside success pays for more (sign 1) or less of something: within groups they
     go together, persistently, and it is most of the reward's variance, so that a small charge is none. Before anything
-    moves."""
+    moves. Where nothing is solved yet, only what lowers the reward: all else is the way in."""
     together = sign * r.history.series(name)[-PERSISTS:]
     if len(together) < PERSISTS or not (together > FELT).all():
+        return None
+    if not (r.now("success", PERSISTS) > SOLVES or r.now("reward", PERSISTS) < 0):
         return None
     main = {f"variance_share_{part.removesuffix(GATED)}" for part in r.history.paid}
     shares = [one for one in r.history.names if one.startswith("variance_share_") and one not in main]
@@ -78,16 +82,17 @@ def length_explosion(r: Readings) -> Verdict | None:
     return Verdict(severity, since, evidence, causes, remedies, examples)
 
 
-def _uncharged(r: Readings) -> bool:
-    """Whether the reward is all that its verifiers give: nothing is taken off for length, or no longer."""
+def _charge(r: Readings) -> float:
+    """What is taken off for length now, on average: what the verifiers give less the reward; NaN when unknown."""
     parts = [weight * r.history.series(f"score_{name}") for name, weight in (r.facts.get("weights") or {}).items()]
     taken_S = (np.sum(parts, axis=0) if parts else math.nan) - r.history.series("reward")
-    return median(taken_S[np.isfinite(taken_S)][-NOW:]) < 0.01
+    return median(taken_S[np.isfinite(taken_S)][-NOW:])
 
 
 def length_collapse(r: Readings) -> Verdict | None:
     """Attempts shrink below 30 % of their length at the start (60 % where that is paid), or are empty, without a
-    gain in success; or a length penalty begins below the length of good attempts, so that they will."""
+    gain in success; or a length penalty begins below the length of good attempts, so that they will: a warning where it
+    is heavy, or success has fallen."""
     length, empty = r.shift("sampled_tokens"), r.shift("empty_frac")
     penalised = bool(r.facts.get("overlong_length")) or r.now("reward_length_corr") < -0.3
     short = length.z <= -3.5 and length.ratio < (0.6 if penalised else 0.5)
@@ -96,7 +101,8 @@ def length_collapse(r: Readings) -> Verdict | None:
     good = median(r.known("tokens_good").values[:LEVEL])
     early = len(r.known("sampled_tokens").values) < 6
     short, hollow = short and not early, hollow and not early
-    charged, lure = good > free and not _uncharged(r), _lure(r, "side_length_corr", -1)
+    charge, lure = _charge(r), _lure(r, "side_length_corr", -1)
+    charged = good > free and not charge < 0.01
     if not (short or hollow or charged or lure):
         return None
     first = int(r.known("sampled_tokens").steps[0])
@@ -105,7 +111,8 @@ def length_collapse(r: Readings) -> Verdict | None:
         return None
     far = length.ratio < 0.3
     severity: Severity = "critical" if (empty.now >= 0.5 and hollow) or ((far or hollow) and r.dropped) else "warning"
-    if not (far or hollow or r.dropped or penalised or lure):
+    heavy = charged and charge >= HEAVY * r.ceiling
+    if not (far or hollow or r.dropped or (short and penalised) or heavy or lure):
         severity = "info"
     evidence = [told("sampled tokens of an attempt:", length, "30 % of it")]
     evidence += [lure] if lure else []
@@ -156,8 +163,9 @@ def tool_call_collapse(r: Readings) -> Verdict | None:
     since = r.left("tool_calls", -1) if fewer else r.left("no_call_frac", 1) if silent else int(r.history.steps_S[0])
     if not r.helpless(since):
         return None
-    gone = calls.now < 0.2 or calls.ratio < 0.3 or silent
-    severity: Severity = "critical" if gone and r.dropped else "warning" if gone or lure or r.dropped else "info"
+    gone = silent or (fewer and (calls.now < 0.2 or calls.ratio < 0.3))
+    serious = gone or lure or (fewer and r.dropped)  # never to have called one may be fine, where tools are optional
+    severity: Severity = "critical" if gone and r.dropped else "warning" if serious else "info"
     evidence = [told("tool calls a trajectory:", calls, "0.2, or 30 % of it"), *([lure] if lure else [])]
     if r.has("no_call_frac"):
         evidence.append(told("share of trajectories without a call:", none, "0.5"))

@@ -89,8 +89,10 @@ def entropy_explosion(r: Readings) -> Verdict | None:
     at = int(np.flatnonzero(smooth == smooth[1:].min())[-1])
     low, now, noise = float(smooth[at]), float(smooth[-1]), r.noise("entropy")
     rise = now - low
-    bonus = r.setting("entropy_coef", 0.0)
-    pushed = bonus > 0.01 and r.facts.get("entropy_target") is None and _climbs(r)
+    bonus, target = r.setting("entropy_coef", 0.0), r.setting("entropy_target", math.nan)
+    if bonus > 0 and now < 1.5 * target:  # a bonus lifts it there on purpose
+        return None
+    pushed = bonus > 0.01 and math.isnan(target) and _climbs(r)
     if not pushed and (now < 1.5 * low or rise < max(0.15, 4 * noise)):
         return None
     since = max(int(known.steps[at]), r.onset("entropy", low + max(2 * noise, 0.05), 1))
@@ -102,7 +104,7 @@ def entropy_explosion(r: Readings) -> Verdict | None:
     severity = severity if large or r.dropped or pushed else "info"
     evidence = [
         f"entropy {now:.3g} nats, {now / low:.1f} times its lowest, {low:.3g} at step {known.steps[at]} (limit: 1.5)",
-        *([f"it climbs at every step, with a bonus of {bonus:g} and no target"] if pushed else []),
+        *([f"it surely rose over the last eight steps, with a bonus of {bonus:g} and no target"] if pushed else []),
         told("success", r.shift("success")),
     ]
     displaced = r.now("delta_good") < 0
