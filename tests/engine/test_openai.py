@@ -278,6 +278,23 @@ async def test_faults_are_named_and_never_an_answer(
     assert found.score is None or reason is not StopReason.ERROR
 
 
+@pytest.mark.parametrize(
+    ("turn_timeout_s", "words"),
+    [
+        (60.0, "is well, but failed 4 times at one request; the last: /chat/completions: status 500"),
+        (2.0, "sampling a turn took longer than 2 s (/chat/completions: status 500"),
+    ],
+)
+async def test_a_server_that_fails_at_one_request_is_not_waited_for_as_for_an_outage(
+    address: tuple[Server, str], server: Server, turn_timeout_s: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01 if turn_timeout_s > 2 else 5.0)
+    monkeypatch.setattr(http, "WARN_S", 0.0)
+    limits = Limits(turn_tokens=64, context_tokens=1500, turn_timeout_s=turn_timeout_s)
+    found = await played(address, [500] * 999, server, limits=limits)
+    assert found.stop_reason is StopReason.ERROR and words in (found.error or "")
+
+
 def test_a_recipe_evaluates_and_keeps_what_was_said(
     address: tuple[Server, str], server: Server, tmp_path: Path
 ) -> None:

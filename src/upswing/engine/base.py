@@ -123,3 +123,9 @@ class EngineStats:
     """Running requests that lost theirs, for want of memory, and were computed again from the tokens they had."""
     weight_bytes: int = 0
     """Of the new weights that it was given, in the form in which they went."""
+
+
+def reason_of(engine: object) -> str:
+    """Of an engine behind a server that hasn't answered, in brackets; empty when none is known."""
+    problem = getattr(getattr(engine, "server", None), "problem", "")
+    return f" ({problem})" if problem else ""

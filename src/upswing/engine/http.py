@@ -86,6 +86,8 @@ class Server:
         self._client: httpx2.AsyncClient | None = None
         self._warn = warn or logging.getLogger("upswing").warning
         self._warned = False
+        self.problem = ""
+        """What was wrong the last time that it was asked; empty: nothing."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -125,10 +127,11 @@ class Server:
         """What `action` gives, begun again each time that it finds the server down.
 
         Raises UpswingError after OUTAGE_S in all; with `sampling`, which takes as long as it takes and whose caller has
-        a limit of its own, after OUTAGE_S of failures in a row.
+        a limit of its own, after OUTAGE_S of failures in a row, and after WARN_S of a server that is well otherwise.
         """
         loop = asyncio.get_running_loop()
         problem, since, pause_s = "it hangs", None if sampling else loop.time(), BACKOFF_S
+        failures = 0
 
         def say() -> None:
             if not self._warned:
@@ -141,10 +144,15 @@ class Server:
                 while True:
                     try:
                         found = await action()
-                        self._warned = False
+                        self._warned, self.problem = False, ""
                         return found
                     except ServerDown as down:
                         problem, since = str(down), since or loop.time()
+                        self.problem, failures = problem, failures + (down.status >= 500)
+                        lasting = failures >= TRIES and loop.time() - since >= WARN_S
+                        if sampling and lasting and await self._is_well():
+                            why = f"is well, but failed {failures} times at one request; the last: {problem}"
+                            raise UpswingError(f"the {self.name} server at {self.url} {why}") from None
                         if loop.time() - since >= WARN_S:
                             say()
                         if loop.time() - since >= OUTAGE_S:
@@ -157,6 +165,16 @@ class Server:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    async def _is_well(self) -> bool:
+        """Whether it answers anything but that it is down; not every server has a page for it."""
+        try:
+            await self.call("/health", method="GET", timeout_s=PROBE_S)
+        except ServerDown:
+            return False
+        except ServerRefused:
+            pass
+        return True
 
     async def close(self) -> None:
         if self._client is not None:

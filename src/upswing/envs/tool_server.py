@@ -82,6 +82,8 @@ class RemoteTools(ToolEnv):
     `url`.
     """
 
+    answers_as_tool = True
+
     name = "tool_server"
     fixed = ToolEnv.fixed | {
         "tools", "mcp", "source", "protocol", "tools_in_system", "in_order", "tool_timeout_s"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
-from upswing.engine.base import Engine, FinishReason, Sampling
+from upswing.engine.base import Engine, FinishReason, Sampling, reason_of
 from upswing.envs.base import AssistantMessage, Environment, Expert, Observation
 from upswing.errors import EnvironmentBroken, UpswingError
 from upswing.rollout.limits import Limits
@@ -62,7 +62,8 @@ class PolicySpeaker:
             async with asyncio.timeout(self.limits.turn_timeout_s):
                 completion = await request
         except TimeoutError as problem:
-            raise UpswingError(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s") from problem
+            waited = f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s"
+            raise UpswingError(waited + reason_of(self.engine)) from problem
         text = conversation.add_completion(completion)
         # An end token exactly at the limit ends the turn, whatever reason the engine gives.
         finished = completion.finish_reason is FinishReason.STOP or conversation.ended(completion.tokens)

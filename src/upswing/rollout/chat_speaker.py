@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from upswing.engine.base import Sampling
+from upswing.engine.base import Sampling, reason_of
 from upswing.engine.openai import OpenAIEngine, Reply
 from upswing.envs.base import AssistantMessage, Environment
 from upswing.envs.parsers import HermesParser
@@ -50,7 +50,8 @@ class ChatSpeaker:
             asked = self.engine.reply(self._told, conversation.tools, sampling)
             reply = await asyncio.wait_for(asked, self.limits.turn_timeout_s)
         except TimeoutError as problem:
-            raise UpswingError(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s") from problem
+            waited = f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s"
+            raise UpswingError(waited + reason_of(self.engine)) from problem
         text = self._text(reply)
         conversation.add_expert(text)
         self._told.append(dict(reply.message))

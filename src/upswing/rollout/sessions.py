@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from upswing.engine.base import Completion, Engine, FinishReason, Sampling
+from upswing.engine.base import Completion, Engine, FinishReason, Sampling, reason_of
 from upswing.envs.parsers import HermesParser, LlamaJsonParser, PythonParser, QwenXmlParser, TagsParser
 from upswing.envs.parsing import CALL_OPEN, THINK_CLOSE, THINK_OPEN, CallParser, neutralize
 from upswing.envs.tool_env import INVALID_PREFIX
@@ -281,7 +281,7 @@ class Session:
             ended = completion.finish_reason is FinishReason.STOP or strand.conversation.ended(completion.tokens)
             return self._add(strand, request, completion, text, len(prompt), ended, sampling.max_tokens == room)
         except TimeoutError:
-            self._break(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s")
+            self._break(f"sampling a turn took longer than {self.limits.turn_timeout_s:g} s{reason_of(self.engine)}")
         except Exception as problem:
             self._break(f"{type(problem).__name__}: {problem}")
         finally:
