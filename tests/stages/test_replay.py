@@ -80,7 +80,7 @@ def test_no_task_is_lost_to_an_outage_and_what_stays_down_is_named(
     dead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Replays, "waits_s", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(Down, "attempts", Counter())
+    monkeypatch.setattr(Down, "attempts", Counter(train0=-1))  # a run looks at its template with the first task
     monkeypatch.setattr(Down, "for_attempts", 10**9 if dead else 4)
     rl = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "early_warning": {"steps": 1}}
     rows = run(recipe_from({**recipe(rl).to_dict(), "env": f"{__name__}:Down"}), tmp_path)

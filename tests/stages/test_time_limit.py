@@ -22,7 +22,7 @@ RECIPE = {
     "env": "lookup",
     "verifiers": ["strict_match"],
     "engine": {"max_slots": 8, "max_context": 128},
-    "limits": {"turn_tokens": 4, "context_tokens": 128},
+    "limits": {"turn_tokens": 16, "context_tokens": 128},
     "stages": [
         {"stage": "rl", "steps": 2, "tasks_per_step": 2, "group_size": 2, "eval_every": 0, "save_every": 1},
         {

@@ -6,19 +6,17 @@ import asyncio
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from upswing.cli.common import Host, Port, is_run_folder, listen, user_command
 from upswing.cli.eval import checkpoints_of
-from upswing.envs import Environment, environment_factory
-from upswing.envs.base import Observation
-from upswing.envs.tool_env import PROTOCOLS
 from upswing.errors import ConfigError
 from upswing.recipe import Recipe, load_recipe
-from upswing.trajectory.types import Task
-from upswing.verify.deadline import call_env
+
+if TYPE_CHECKING:
+    from upswing.envs.base import Environment, Observation
 
 PLACES = ("template", "system", "nowhere")
 
@@ -106,6 +104,8 @@ def manner_of(recipe: Recipe | None, **given: Any) -> Manner:
 
 
 def _trained(recipe: Recipe, *, ask: bool) -> Manner:
+    from upswing.envs import environment_factory
+
     limits = recipe.limits
     known = Manner(turn_tokens=limits.turn_tokens, context_tokens=limits.context_tokens)
     if recipe.agent is not None:
@@ -126,6 +126,9 @@ def _trained(recipe: Recipe, *, ask: bool) -> Manner:
 
 async def _opening(env: Environment, recipe: Recipe) -> Observation:
     """What the environment itself says before a task's own messages: also a system message that two tasks share."""
+    from upswing.trajectory.types import Task
+    from upswing.verify.deadline import call_env
+
     tasks = [Task(id="", messages=())] if recipe.dataset else list(islice(env.tasks("train", recipe.seed), 2))
     first, *others = [tuple(one for one in task.messages if one.role == "system") for task in tasks]
     opening = replace(tasks[0], messages=first if others == [first] else ())
@@ -137,6 +140,8 @@ async def _opening(env: Environment, recipe: Recipe) -> Observation:
 
 
 def _check_choices(protocol: str | None, tools_in: str | None, quantize: str | None) -> None:
+    from upswing.envs.tool_env import PROTOCOLS
+
     for name, value, allowed in (("protocol", protocol, PROTOCOLS), ("tools-in", tools_in, PLACES)):
         if value is not None and value not in allowed:
             raise ConfigError(f"--{name} is '{value}'; allowed: {', '.join(allowed)}")
