@@ -310,6 +310,41 @@ def test_ranks_of_the_learner_as_actors(undisturbed: Path, tmp_path: Path) -> No
     assert_same_weights(out, undisturbed)
 
 
+def test_a_run_whose_rank_is_killed_ends_with_its_name_and_goes_on(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step. What follows is in one process: after such a loss there are no ranks to be had here; nor are
+    there after ranks that couldn't start, so that those tests come later."""
+
+    class Rank:
+        def __init__(self, folder: str) -> None:
+            os.chdir(folder)
+
+        def follow(self, place: dict[str, str]) -> None:
+            from upswing.learn import sharded
+
+            inner, calls = sharded.ShardedLearner._accumulate, []
+
+            def fatal(self: Any, *args: Any) -> Any:
+                calls.append(args)
+                if len(calls) == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return inner(self, *args)
+
+            sharded.ShardedLearner._accumulate = fatal  # type: ignore[method-assign]
+            sharded.follow(place)
+
+    monkeypatch.setattr("upswing.cluster.ranks.RankActor", Rank)
+    out, saves = tmp_path / "run", {"save_every": 1}
+    with pytest.raises(UpswingError, match=r"rank 1 of 2 ended without a word.*start the run again with --resume"):
+        run_recipe(recipe(3, {"learners": 2}, saves), out, log=Progress(quiet=True))
+    torch.distributed.destroy_process_group()  # as the end of the process does
+    assert [path.name for path in (out / "checkpoints/rl").glob("step-*")] == ["step-000001"]
+    run_recipe(recipe(3, stage=saves), out, resume=True, log=Progress(quiet=True))
+    assert Counter(t.task.id for _, t in learned(out)) == {f"train{n}": 4 for n in range(6)}
+    assert_same_weights(out, undisturbed)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -340,40 +375,6 @@ def test_a_rank_that_can_not_start_is_noticed(how: str, message: str, monkeypatc
         assert time.monotonic() - started < 60
     finally:
         cluster.close()
-
-
-def test_a_run_whose_rank_is_killed_ends_with_its_name_and_goes_on(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the second step. What follows is in one process: after such a loss there are no ranks to be had here."""
-
-    class Rank:
-        def __init__(self, folder: str) -> None:
-            os.chdir(folder)
-
-        def follow(self, place: dict[str, str]) -> None:
-            from upswing.learn import sharded
-
-            inner, calls = sharded.ShardedLearner._accumulate, []
-
-            def fatal(self: Any, *args: Any) -> Any:
-                calls.append(args)
-                if len(calls) == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return inner(self, *args)
-
-            sharded.ShardedLearner._accumulate = fatal  # type: ignore[method-assign]
-            sharded.follow(place)
-
-    monkeypatch.setattr("upswing.cluster.ranks.RankActor", Rank)
-    out, saves = tmp_path / "run", {"save_every": 1}
-    with pytest.raises(UpswingError, match=r"rank 1 of 2 ended without a word.*start the run again with --resume"):
-        run_recipe(recipe(3, {"learners": 2}, saves), out, log=Progress(quiet=True))
-    torch.distributed.destroy_process_group()  # as the end of the process does
-    assert [path.name for path in (out / "checkpoints/rl").glob("step-*")] == ["step-000001"]
-    run_recipe(recipe(3, stage=saves), out, resume=True, log=Progress(quiet=True))
-    assert Counter(t.task.id for _, t in learned(out)) == {f"train{n}": 4 for n in range(6)}
-    assert_same_weights(out, undisturbed)
 
 
 def test_a_run_whose_node_is_killed_ends_and_goes_on_elsewhere(
