@@ -76,6 +76,12 @@ def test_comparisons_and_counts_show_their_working(world: World, play: Play) -> 
         assert not last.startswith("<answer>") and last.endswith(f"<answer>{task.gold[0]}</answer>")
 
 
+def test_a_count_of_equal_places_names_both_before_it_says_yes_or_no() -> None:
+    plan = Plan(steps=(), final={"op": "count_equal", "names": ["A", "B", "C"], "to": "Peru"})
+    working = "A Peru, Peru yes 1; B Chad, Peru no 1; C Peru, Peru yes 2."
+    assert plan.answer(("Peru", "Chad", "Peru")) == (working, "2")
+
+
 @pytest.mark.parametrize(
     ("facts", "working"),
     [

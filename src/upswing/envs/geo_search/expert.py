@@ -73,11 +73,12 @@ class Plan:
         return f"{working}. {order}.", names[sizes.index(max(sizes))]
 
     def _count_equal(self, values: Sequence[str]) -> tuple[str, str]:
-        count, parts = 0, []
+        count, parts, to = 0, [], self.final["to"]
         for name, value in zip(self.final["names"], values, strict=True):
-            hit = fold(value) == fold(self.final["to"])
+            hit = fold(value) == fold(to)
             count += hit
-            parts.append(f"{name} {value} {count}" if hit else f"{name} {value}")
+            # Both names side by side and then the word: told apart before anything is counted.
+            parts.append(f"{name} {value}, {to} {'yes' if hit else 'no'} {count}")
         return "; ".join(parts) + ".", str(count)
 
 
