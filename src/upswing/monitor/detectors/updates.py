@@ -14,7 +14,7 @@ from upswing.monitor.findings import Severity
 from upswing.monitor.stats import MEDIAN_ERROR, median, rolling_median, step_noise
 
 FAST = 0.03
-"""Nats a token that good actions lose in each of a run's first steps, where those tell enough by themselves."""
+"""Nats a token that good actions lose in each of a run's first three steps or more, where those tell by themselves."""
 SPAN = 10
 """Steps in which gradients may jump up twice."""
 
@@ -92,7 +92,8 @@ def _loses(r: Readings, name: str) -> float | None:
     values = r.known(name).values
     if len(values) < 2 * NOW:  # too few to tell their noise: a collapse from the first steps on
         mean = float(values.mean()) if len(values) > 1 else 0.0
-        return mean if mean < -FAST and (values < 0).all() else None
+        limit = FAST if len(values) >= NOW else FAR  # of few rows, and an optimizer's first steps are its rashest
+        return mean if mean < -limit and (values < 0).all() else None
     for count in (NOW, 2 * NOW):
         move, error = r.drift(name, count), r.noise(name) / math.sqrt(count)
         again = (values[-2 * NOW :] < 0).sum() > 1 and (count > NOW or -move.now > move.start)
