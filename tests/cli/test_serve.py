@@ -85,6 +85,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     [
         (["tiny", "--stage", "rl"], "--stage needs a run folder"),
         (["tiny", "--protocol", "xml"], "--protocol is 'xml'"),
+        (["tiny", "--tools-in", "template", "--port", "0"], "--tools-in: got 'template', but the chat template"),
         (["tiny", "--quantize", "int4"], "--quantize is 'int4'"),
     ],
 )

@@ -49,7 +49,7 @@ async def play(script: Any = SCRIPT, *, protocol: str = "tags", **options: Any) 
         limits=Limits(turn_tokens=32, context_tokens=400, **seconds),
         engine=ScriptedEngine(script, tokenizer=tokenizer, end_token=end),
         max_retries=0,
-        agent=make_agent(protocol=protocol, tools_in="nowhere", **options),
+        agent=make_agent(protocol=protocol, **{"tools_in": "nowhere", **options}),
     )
     try:
         [group] = await parts.groups([TASK], size=1, sampling=Sampling(), seed=0)
@@ -254,12 +254,21 @@ async def test_a_proxy_to_the_internet_does_not_get_what_is_for_this_one(monkeyp
         ("agent.function=agents/openai_agnt.py:run", "did you mean"),
         ("agent.function=agents/openai_agent.py:solve", "asks for 'client'"),
         ("agent.protocol=xml", "agent.protocol"),
+        (
+            "agent={function: agents/openai_agent.py:run}",
+            r"agent\.tools_in: got 'template', but the chat template.* doesn't show tools; allowed: system, nowhere",
+        ),
         ("stages.1={stage: reward_model, labels: process}", "labels: got 'process'"),
     ],
 )
 def test_what_cannot_work_is_said_before_a_model_loads(change: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check(load_recipe(RECIPES / "agent_openai.yaml", [change]))
+
+
+async def test_tools_that_the_policy_would_not_see_are_refused_before_the_program_runs() -> None:
+    with pytest.raises(ConfigError, match=r"agent\.tools_in: got 'template'"):
+        await play(protocol="hermes", function=f"{__name__}:never_asks", tools_in="template")
 
 
 def test_a_command_that_is_not_there() -> None:

@@ -15,10 +15,11 @@ from trajectory.conftest import renderers, tokenizer  # noqa: F401
 from upswing.engine.base import Sampling
 from upswing.engine.scripted import ScriptedEngine
 from upswing.envs.parsing import neutralize
+from upswing.errors import ConfigError
 from upswing.rollout.agent import _ending, _trajectory
 from upswing.rollout.limits import Limits
 from upswing.rollout.proxy import read_request, whole
-from upswing.rollout.sessions import ChatTurn, Refused, Session
+from upswing.rollout.sessions import ChatTurn, Refused, Session, tools_place
 from upswing.trajectory.render import ChatRenderer, plain
 from upswing.trajectory.types import Message, Outcome, StopReason, Task, Trajectory
 from upswing.trajectory.validate import validate
@@ -368,6 +369,17 @@ async def test_tools_can_stand_in_the_system_message(renderers, protocol) -> Non
     assert turn.reply.calls[0].arguments == {"query": "x"}
     seen = session.renderer.decode(session.engine.calls[0].prompt)  # type: ignore[attr-defined]
     assert seen.startswith("<|im_start|>system\nBe good.") and '"description": "Look."' in seen
+
+
+def test_tools_are_told_where_the_template_and_the_protocol_can(renderers) -> None:  # noqa: F811
+    def place(name: str, asked: str | None, protocol: str = "hermes") -> str:
+        return tools_place(renderers[name], asked, protocol, "tools_in")
+
+    assert [place("qwen3", None), place("qwen3", "template")] == ["template", "template"]
+    assert [place("chatml", None), place("qwen3", None, "tags")] == ["system", "system"]
+    assert place("chatml", "nowhere") == "nowhere"
+    with pytest.raises(ConfigError, match="tools_in: got 'template', but the chat template doesn't show tools; allow"):
+        place("chatml", "template")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen2_5", "llama3", "qwen3"])

@@ -31,7 +31,8 @@ def serve_command(
         str | None, typer.Option(help="How the model writes calls; default: as in the run, else hermes.")
     ] = None,
     tools_in: Annotated[
-        str | None, typer.Option(help="Where it reads of tools: template, system, nowhere; default: as in the run.")
+        str | None,
+        typer.Option(help="Where it reads of tools: template, system, nowhere; default: the run's, or as can be."),
     ] = None,
     max_slots: Annotated[int, typer.Option(min=1, help="Completions at once; more wait.")] = 32,
     max_context: Annotated[
@@ -58,9 +59,11 @@ def serve_command(
     from upswing.models.load import load_model, load_tokenizer
     from upswing.rollout.limits import Limits
     from upswing.rollout.serving import Serving
+    from upswing.rollout.sessions import tools_place
     from upswing.trajectory.render import ChatRenderer
 
     renderer = ChatRenderer(load_tokenizer(model, None if recipe is None else recipe.chat_template))
+    tools_in = tools_place(renderer, manner.tools_in, manner.protocol, "--tools-in")
     loaded = load_model(model, tokenizer=renderer.tokenizer)
     kind: Literal["int8"] | None = "int8" if quantize else None
     engine = TorchEngine.from_model(
@@ -77,7 +80,7 @@ def serve_command(
         end_tokens=renderer.end_tokens(loaded.stop_tokens),
         limits=Limits(turn_tokens=manner.turn_tokens, context_tokens=engine.max_request),
         protocol=manner.protocol,
-        tools_in=manner.tools_in,
+        tools_in=tools_in,
         system=manner.system,
     )
     serve(serving.app(), lifespan="off")
@@ -88,7 +91,8 @@ class Manner:
     """How a model is used to being talked to."""
 
     protocol: str = "hermes"
-    tools_in: str = "template"
+    tools_in: str | None = None
+    """None: the chat template if it shows tools, else the system message."""
     system: str = ""
     """The system message that it is used to."""
     turn_tokens: int = 1024

@@ -24,7 +24,7 @@ from upswing.envs.parsing import storable
 from upswing.errors import ConfigError, EnvironmentBroken, did_you_mean
 from upswing.plugins import load_object
 from upswing.rollout.limits import Limits
-from upswing.rollout.sessions import Session
+from upswing.rollout.sessions import Session, tools_place
 from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.types import StopReason, Task, Trajectory
 from upswing.trajectory.validate import STOP_REASONS, validate
@@ -179,8 +179,9 @@ class Agent:
     ) -> Trajectory:
         """Let the program play one task -> an unscored, validated Trajectory; a broken program never raises.
 
-        The program doesn't see the task's gold answers.
+        The program doesn't see the task's gold answers. Raises ConfigError when the chat template would drop its tools.
         """
+        tools_place(renderer, self.tools_in, self.protocol, "agent.tools_in")
         session = Session(
             name=trajectory_id,
             engine=engine,

@@ -117,6 +117,21 @@ def parser_for(protocol: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
     return HermesParser()
 
 
+def tools_place(renderer: ChatRenderer, asked: str | None, protocol: str, key: str) -> str:
+    """Where tools are told: as `asked` for under `key`; None: in the chat template if it can, else the system message.
+    Raises ConfigError when the template is asked for and doesn't show tools."""
+    if asked is not None and asked != "template":
+        return asked
+    try:
+        renderer.require_tools()
+    except ConfigError as problem:
+        if asked is None:
+            return "system"
+        why = str(problem).partition(";")[0]  # without the remedy, which is an environment's
+        raise ConfigError(f"{key}: got 'template', but {why}; allowed: system, nowhere, or another template") from None
+    return "system" if asked is None and protocol in ("tags", "python") else "template"
+
+
 Shown = tuple[tuple[Mapping[str, Any], ...], str]
 """(schemas for the chat template, text for the system message)."""
 

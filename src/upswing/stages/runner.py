@@ -49,6 +49,7 @@ from upswing.recipe import (
 from upswing.rollout.agent import make_agent
 from upswing.rollout.collect import Rollouts
 from upswing.rollout.limits import Limits
+from upswing.rollout.sessions import tools_place
 from upswing.seeding import derive_seed
 from upswing.stages.context import AnyEngine, RunContext, RunState, TaskSource
 from upswing.stages.distill import check_teacher
@@ -160,7 +161,8 @@ def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
 
 
 async def _check_template(context: RunContext) -> None:
-    """Raises ConfigError when the chat template drops what the environment sends; what an agent sends, it decides."""
+    """Raises ConfigError when the chat template drops what the environment sends; an agent program's own
+    messages are refused when it sends them."""
     recipe = context.recipe
     if recipe.agent is None:
         splits = dict.fromkeys(split for stage in recipe.stages for split in splits_of(stage))
@@ -206,13 +208,16 @@ def _context(recipe: Recipe, out: Path, world: World, log: Progress) -> RunConte
 
 
 def _renderer(recipe: Recipe) -> ChatRenderer:
-    """Of the model's tokenizer; no weights are read. Raises ConfigError when no chat can be had with it."""
+    """Of the model's tokenizer; no weights are read. Raises ConfigError when no chat can be had with it, or it
+    would drop an agent's tools."""
     tokenizer = load_tokenizer(recipe.model, recipe.chat_template)
     try:
         renderer = ChatRenderer(tokenizer)
         renderer.end_of_turn_id()
     except ConfigError as problem:
         raise ConfigError(f"chat_template: {problem}") from None
+    if (agent := recipe.agent) is not None:
+        tools_place(renderer, agent.tools_in, agent.protocol, "agent.tools_in")
     return renderer
 
 
