@@ -158,6 +158,16 @@ def test_a_task_without_what_the_reward_needs_is_named_before_a_model_is_needed(
     assert f"has no {field}, which verifier '{missing[1]}' needs" in message
 
 
+def test_tasks_for_demonstrations_are_looked_at_as_thoroughly(echo: Path):
+    """Only the third one of the other tasks has no gold."""
+    source = echo.parent / "echo_env.py"
+    gold = "gold=('x',) * (self.word == 'lima' or index < 2)"
+    source.write_text(source.read_text().replace('gold=(f"{self.word}-{seed}-{index}",)', gold))
+    message = refusal(echo, "sft.task_args={word: kilo}")
+    assert "stages.0.task_args: train task 3 of 'echo_env.py:Echo': task 'train-2' has no gold" in message
+    assert world(echo)
+
+
 def test_a_gold_that_is_no_text_is_for_the_users_own_verifier_to_read(echo: Path):
     (echo.parent / "check.py").write_text("def exactly(answer, gold):\n    return int(answer) == gold[0]\n")
     source = echo.parent / "echo_env.py"

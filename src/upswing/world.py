@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from upswing.envs import Environment, check_disjoint, environment_factory
@@ -46,6 +46,8 @@ class World:
     """A new environment for every trajectory."""
     rubric: Rubric
     tasks: TaskStream
+    sampled: Mapping[str, Sequence[Task]] = field(default_factory=dict)
+    """The first tasks of the splits that stages take, as `preflight` saw them, which fills it."""
 
 
 def build_world(recipe: Recipe) -> World:
@@ -121,11 +123,9 @@ def preflight(recipe: Recipe) -> World:
     for index, stage in enumerate(recipe.stages):
         for split in splits_of(stage):
             if split not in sampled:
-                sampled[split] = _sample(world, recipe, split, f"stages.{index}")
+                sampled[split] = _sample(world.tasks, recipe, split, f"stages.{index}")
         for split in _judged(stage):
-            for number, task in enumerate(sampled[split], start=1):
-                if (missing := world.rubric.lacking(task)) is not None:
-                    raise ConfigError(f"stages.{index}: {split} task {number} of '{recipe.env.name}': {missing}")
+            _check_judged(world.rubric, sampled[split], f"stages.{index}", f"{split} task", recipe)
         if isinstance(stage, PairStage) and stage.file is not None:
             read_pairs(stage.file, paired=getattr(stage, "loss", None) != "kto")
         if isinstance(stage, SftStage):
@@ -136,7 +136,7 @@ def preflight(recipe: Recipe) -> World:
         if isinstance(stage, RlStage):
             size = 1 if stage.advantage == "remax" else stage.group_size
             world.rubric.check_group(size, f"stages.{index}.group_size")
-    return world
+    return replace(world, sampled=sampled)
 
 
 def demonstration_env(recipe: Recipe, stage: SftStage) -> Callable[[], Environment]:
@@ -188,13 +188,19 @@ def _judged(stage: Stage) -> tuple[str, ...]:
     return tuple(one for one in splits_of(stage) if one != "train" or not isinstance(stage, DistillStage))
 
 
-def _sample(world: World, recipe: Recipe, split: str, where: str) -> list[Task]:
+def _check_judged(rubric: Rubric, tasks: Sequence[Task], where: str, what: str, recipe: Recipe) -> None:
+    for number, task in enumerate(tasks, start=1):
+        if (missing := rubric.lacking(task)) is not None:
+            raise ConfigError(f"{where}: {what} {number} of '{recipe.env.name}': {missing}")
+
+
+def _sample(tasks: TaskStream, recipe: Recipe, split: str, where: str) -> list[Task]:
     """The first tasks of a split, at least one. Raises ConfigError for what is wrong with them."""
     name = recipe.env.name
     with _in_one_line(recipe, f"tasks({split!r}, seed)", where):
         try:
             began, found = time.monotonic(), []
-            for task in itertools.islice(world.tasks(split, recipe.seed), _wanted(recipe, split)):
+            for task in itertools.islice(tasks(split, recipe.seed), _wanted(recipe, split)):
                 found.append(task)
                 if time.monotonic() - began > SAMPLE_S:
                     break
@@ -237,12 +243,12 @@ def _check_expert(recipe: Recipe, stage: SftStage, world: World, task: Task, whe
                 f"only {when}; put it under {where}.{other}"
             )
     if stage.task_args:
-        with _in_one_line(recipe, "tasks('train', seed)", f"{where}.task_args"):
-            found = next(iter(demonstration_tasks(recipe, stage, world.tasks)("train", recipe.seed)), None)
-        if found is None:
-            raise ConfigError(f"{where}.task_args: environment '{recipe.env.name}' then has no train tasks")
-        if (missing := world.rubric.lacking(task := found)) is not None:
-            raise ConfigError(f"{where}.task_args: a task of '{recipe.env.name}': {missing}")
+        own = f"{where}.task_args"
+        with _in_one_line(recipe, "__init__", own):
+            tasks = demonstration_tasks(recipe, stage, world.tasks)
+        found = _sample(tasks, recipe, "train", own)
+        _check_judged(world.rubric, found, own, "train task", recipe)
+        task = found[0]
     with _in_one_line(recipe, "expert(task, rng)", where):
         try:
             policy = env.expert(task, random.Random(0))

@@ -26,7 +26,10 @@ class Runs:
     calls: list[tuple[Recipe, Path, bool]] = field(default_factory=list)
     ends_with: BaseException | None = None
 
-    def run_recipe(self, recipe: Recipe, out: Path, *, resume: bool = False, log: Any = None) -> None:
+    def run_recipe(
+        self, recipe: Recipe, out: Path, *, resume: bool = False, log: Any = None, world: Any = None
+    ) -> None:
+        assert [task.id for task in world.sampled["train"]] == ["train-0", "train-1", "train-2"], "handed on"
         self.calls.append((recipe, out, resume))
         out.mkdir(parents=True, exist_ok=True)
         (out / "recipe.yaml").write_text(recipe.dump())
@@ -46,6 +49,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 def upswing(*args: str | Path) -> Result:
     return CliRunner().invoke(app, ["run", *map(str, args)])
+
+
+def loading(command: list[str], *modules: str) -> subprocess.CompletedProcess[str]:
+    """A process that at its end prints which of the modules were loaded."""
+    code = (
+        "import sys; from upswing.cli.main import main; sys.argv = ['upswing', *sys.argv[1:]]\n"
+        f"try: main()\nfinally: print([m for m in {modules} if m in sys.modules])"
+    )
+    return subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
 
 
 def assert_refused(result: Result, *words: str) -> None:
@@ -104,18 +116,23 @@ def test_a_recipe_that_is_refused_later_leaves_no_folder(echo: Path, runs: Runs,
         (["run", "echo.yaml", "model=./gone"], "no model './gone'"),
         (["run", "echo.yaml", "model=fake.gguf"], "not a readable GGUF file"),
         (["eval", "gone", "--recipe", "echo.yaml"], "no model 'gone'"),
+        (["check", "echo.yaml", "model=./gone"], "no model './gone'"),
+        (["check", "echo.yaml", "env.args.has_expert=false"], "has no scripted expert"),
     ],
 )
 def test_a_wrong_model_is_refused_before_torch_is_loaded(echo: Path, command: list[str], words: str):
     Path("fake.gguf").write_text("no model")
-    code = (
-        "import sys; from upswing.cli.main import main; sys.argv = ['upswing', *sys.argv[1:]]\n"
-        "try: main()\n"
-        "finally: print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    done = loading(command, "torch", "transformers", "huggingface_hub")
     assert (done.returncode, done.stdout) == (2, "[]\n") and words in done.stderr
     assert done.stderr.count("\n") == 1 and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "check", "plan"])
+def test_a_wrong_recipe_is_refused_before_anything_heavy_is_loaded(echo: Path, command: str):
+    Path("wrong").mkdir()
+    Path("wrong/recipe.yaml").write_text(echo.read_text() + "sede: 1\n")
+    done = loading([command, "wrong"], "torch", "transformers", "numpy", "rich")
+    assert (done.returncode, done.stdout) == (2, "[]\n") and "did you mean 'seed'" in done.stderr
 
 
 def test_a_folder_in_use_is_refused_without_resume(echo: Path, runs: Runs):
@@ -181,12 +198,7 @@ def test_a_bug_keeps_its_traceback(echo: Path, runs: Runs):
 
 
 def test_the_script_is_installed_and_its_help_loads_nothing_heavy():
-    code = (
-        "import sys; from upswing.cli.main import main; sys.argv = ['upswing', '--help']\n"
-        "try: main()\n"
-        "except SystemExit: print([m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = loading(["--help"], "torch", "transformers", "numpy", "rich")
     assert "Commands:" in done.stdout and done.stdout.strip().endswith("[]")
 
 

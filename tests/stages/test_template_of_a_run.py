@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from upswing.envs.lookup import Lookup
 from upswing.errors import ConfigError
 from upswing.models import tiny
 from upswing.monitor.progress import Progress
@@ -25,9 +26,12 @@ TEXT = {
 
 def test_nothing_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "CHAT_TEMPLATE", (TEMPLATES / "zephyr.jinja").read_text())
+    asked, tasks = [], Lookup.tasks
+    monkeypatch.setattr(Lookup, "tasks", lambda self, *of: asked.append(of) or tasks(self, *of))
     recipe, log = recipe_from(TEXT), Progress(quiet=True)
     with pytest.raises(ConfigError, match="leaves out what 'tool' messages say; set chat_template"):
         run_recipe(recipe, tmp_path / "run", log=log)
     assert not list((tmp_path / "run").rglob("*")), "the remedy can be tried in the same folder"
+    assert len(asked) == 1, "a task that was looked at is at hand: it may have been dear"
     with pytest.raises(ConfigError, match="leaves out what 'tool' messages say"):
         eval_checkpoint(recipe, "tiny", split="test", tasks=2, greedy=True, samples=1, log=log)

@@ -13,6 +13,7 @@ import typer
 
 from upswing.cli.common import EXIT_FAILED, Overrides, Quiet, UnsafeLocal, is_run_folder, recipe_of, user_command
 from upswing.errors import ConfigError
+from upswing.models.resolve import resolve_model
 from upswing.recipe import Recipe, RlStage
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from upswing.monitor.findings import Finding
     from upswing.monitor.progress import Progress
     from upswing.preflight.advice import Advice, Measured
+    from upswing.world import World
 
 
 @user_command
@@ -42,6 +44,10 @@ def check_command(
     """
     config = recipe_of(recipe, overrides, unsafe_local=unsafe_local)
     stage, model, known = start_of(recipe, config)
+    resolve_model(model, download=False)  # here, before torch takes its seconds
+    from upswing.world import preflight
+
+    world = preflight(config)
     from rich.console import Console
 
     from upswing.monitor.progress import Progress
@@ -51,7 +57,7 @@ def check_command(
     log = Progress(Console(stderr=True), quiet=True) if as_json else Progress(quiet=quiet)
     told: list[Finding] = []
     _tell(told, option_findings(config, stage), log)
-    known = _audited(config, stage, tasks, known, log)
+    known = _audited(config, stage, world, tasks, known, log)
     # The models that judge come from earlier stages; the rubric stands for them here.
     alone = stage.model_copy(update={"from_": "base", "reward_model": None, "process_reward": None})
     config = config.model_copy(update={"stages": (alone,)})
@@ -73,10 +79,10 @@ def check_command(
 def start_of(source: Path, recipe: Recipe) -> tuple[RlStage, str, Measured]:
     """The first rl stage, the model that it starts from (the base model where the stage before it hasn't finished), and
     which of the two that is. Raises ConfigError without an rl stage."""
-    from upswing.preflight.advice import Measured
-
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, RlStage):
+            from upswing.preflight.advice import Measured
+
             before = recipe.source_of(index, stage.from_)
             folder = source / "checkpoints" / before / "final"
             if is_run_folder(source) and folder.is_dir():
@@ -97,14 +103,12 @@ def _tell(told: list[Finding], findings: list[Finding], log: Progress) -> None:
             log.warn(f"{finding.title} ({finding.severity}): {finding.evidence[0]}. {remedy.text} {change}".rstrip())
 
 
-def _audited(recipe: Recipe, stage: RlStage, count: int, known: Measured, log: Progress) -> Measured:
+def _audited(recipe: Recipe, stage: RlStage, world: World, count: int, known: Measured, log: Progress) -> Measured:
     """With the audit's rates on tasks that the stage begins with; NaN, and why, where nothing could be attacked."""
     from upswing.audit import audit
     from upswing.cli.play import find_tasks
     from upswing.seeding import derive_seed
-    from upswing.world import preflight
 
-    world = preflight(recipe)
     tasks = find_tasks(world, recipe, "train", derive_seed(recipe.seed, stage.name, "tasks"), count)
     report = asyncio.run(audit(world, tasks, seed=recipe.seed))
     if report.verdicts:

@@ -14,6 +14,7 @@ from typer import Option
 
 from upswing.cli.common import check_run_folder, user_command
 from upswing.errors import ConfigError
+from upswing.recipe import RlStage, load_recipe
 
 if TYPE_CHECKING:
     import random
@@ -70,16 +71,15 @@ def plan_command(
     The scheduler is training's own; only what takes time is simulated. Costs come from a run, from what you measured,
     or from the model and the device (weights read once a step; 2 FLOP a parameter and token, at 40 % of the peak).
     """
-    from upswing.monitor.progress import Progress
-    from upswing.rollout.simulate import lognormal_plays
-
     needs = (1, 1)
     if run is None:
         slots = slots or 64
         mean = turn_tokens * math.exp(turn_spread**2 / 2)
         cached = slots * (prompt_tokens + turns * (mean + result_tokens)) * cache_token_bytes
         needs = fitted(devices, parameters, cached, device_memory_gb)
-        Progress().note(f"devices of an engine: {needs[0]}; of the learner: {needs[1]} or more")
+        from upswing.rollout.simulate import lognormal_plays
+
+        said = f"devices of an engine: {needs[0]}; of the learner: {needs[1]} or more"
         known = dict[str, Any](step_s=engine_step_s, row_s=engine_row_s, train_tokens_per_s=train_tokens_per_s)
         sizes = dict[str, Any](cache_token_bytes=cache_token_bytes, engine_devices=needs[0])
         costs = assumed(parameters, bandwidth, flops, sync_s, **known, **sizes)
@@ -90,10 +90,12 @@ def plan_command(
         found = measured(run)
         plays, costs, batch, group, slots = found.plays, found.costs, found.batch, found.group, slots or found.slots
         step = f"an engine's step {costs.step_s:.3g} s + {costs.row_s:.2g} s a row"
-        Progress().note(f"{run}: {batch} tasks x {group}, {slots} slots; {step}")
+        said = f"{run}: {batch} tasks x {group}, {slots} slots; {step}"
+    from upswing.monitor.progress import Progress
+
+    Progress().note(said)
     same = {"plays": plays, "group_size": group, "costs": costs, "seed": seed, "steps": steps}
-    rows = compared(devices, batch, staleness, slots, needs, **same)
-    Progress().table(_table(rows))
+    Progress().table(_table(compared(devices, batch, staleness, slots, needs, **same)))
 
 
 def fitted(devices: int, parameters: float, cached_bytes: float, memory_gb: float) -> tuple[int, int]:
@@ -190,13 +192,12 @@ def measured(run: Path) -> Measured:
     prompt token cost a fiftieth of a step, and a step what makes a simulated rollout as long as the median one was.
     """
     check_run_folder(run)
+    recipe = load_recipe(run)
     from upswing.monitor.metrics import MetricsLog
-    from upswing.recipe import RlStage, load_recipe
     from upswing.rollout.scheduler import Pace
     from upswing.rollout.simulate import Costs, Layout, simulate
     from upswing.trajectory.store import TrajectoryStore
 
-    recipe = load_recipe(run)
     stages = [stage for stage in recipe.stages if isinstance(stage, RlStage)]
     rows = {stage.name: [row for row in MetricsLog(run).read(stage.name) if "rollout_s" in row] for stage in stages}
     stage = next((stage for stage in reversed(stages) if rows[stage.name]), None)

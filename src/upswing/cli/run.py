@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from upswing.cli.common import Overrides, Quiet, UnsafeLocal, is_run_folder, one
 from upswing.errors import ConfigError
 from upswing.models.resolve import resolve_model
 from upswing.recipe import Recipe, check_same, load_recipe
+
+if TYPE_CHECKING:
+    from upswing.world import World
 
 
 def run_command(
@@ -53,9 +56,9 @@ def run_command(
         folder = choose_folder(recipe, config, out, resume)
         from upswing.world import preflight  # with numpy, which --help can do without
 
-        preflight(config)
+        world = preflight(config)
         if dry_run:
-            return _show(config)
+            return _show(config, world)
         from upswing.monitor.progress import Progress
         from upswing.stages.runner import run_recipe
 
@@ -67,7 +70,7 @@ def run_command(
 
                 around = lead()
             with around:
-                run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet))
+                run_recipe(config, folder, resume=resume, log=Progress(quiet=quiet), world=world)
 
 
 @contextmanager
@@ -87,12 +90,12 @@ def _new_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def _show(recipe: Recipe) -> None:
+def _show(recipe: Recipe, world: World) -> None:
     """What would be where, as comments, and the recipe."""
     from upswing.stages.placement import plan
     from upswing.stages.runner import check
 
-    check(recipe)
+    check(recipe, world)
     for line in plan(recipe):
         typer.echo(f"# {line}")
     typer.echo(recipe.dump(), nl=False)

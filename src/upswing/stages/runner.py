@@ -64,7 +64,7 @@ from upswing.trajectory.render import ChatRenderer
 from upswing.trajectory.store import TrajectoryStore
 from upswing.view.report import write_report
 from upswing.view.run_folder import ENVIRONMENT, RECIPE, RESULTS, read_json, replace_file
-from upswing.world import World, preflight, splits_of
+from upswing.world import World, preflight
 
 T = TypeVar("T")
 ALONE = "start this recipe without torchrun, or with cluster.learners: 1"
@@ -88,8 +88,9 @@ class RunResult:
     wall_s: float
 
 
-def check(recipe: Recipe) -> World:
-    """Everything that can be found wrong without loading the model. Raises ConfigError."""
+def check(recipe: Recipe, world: World | None = None) -> World:
+    """Everything that can be found wrong without loading the model; `world`: of `preflight`, if that was done. Raises
+    ConfigError."""
     check_ranks(recipe)
     folder = resolve_model(recipe.model, download=False)
     if recipe.model == TINY or (folder / "tokenizer_config.json").is_file():  # else it is fetched first
@@ -101,7 +102,7 @@ def check(recipe: Recipe) -> World:
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, DistillStage):
             check_teacher(recipe, stage, index)
-    return preflight(recipe)
+    return world or preflight(recipe)
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -124,11 +125,13 @@ def check_ranks(recipe: Recipe) -> None:
             raise ConfigError(f"{where}.gradient_checkpointing: {wanted} GB; allowed on several ranks: true, false")
 
 
-def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None) -> RunResult:
+def run_recipe(
+    recipe: Recipe, out: Path, *, resume: bool = False, log: Progress | None = None, world: World | None = None
+) -> RunResult:
     """Run every stage that isn't done yet and write the report.
 
     `out` must be empty or new unless `resume`; then finished stages are skipped and the unfinished one goes on from its
-    last checkpoint. Raises ConfigError before anything is loaded, also when another process writes `out`;
+    last checkpoint. `world`: of `preflight`, if that was done. Raises ConfigError before anything is loaded, also when another process writes `out`;
     KeyboardInterrupt leaves a folder that resumes.
     """
     log = log or Progress()
@@ -136,7 +139,7 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, log: Progress
     out = Path(out)
     if not resume and out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: '{out}' isn't empty; use --resume to go on with that run, or another folder")
-    world = check(recipe)
+    world = check(recipe, world)
     if (out / RECIPE).exists():
         check_same(load_recipe(out / RECIPE), recipe, out)
     out.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,7 @@ def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
     last_sign_of_life = max((path.stat().st_mtime for path in out.glob("*")), default=0.0)
     context = _context(recipe, out, world, log)
     try:
-        asyncio.run(_run(context, last_sign_of_life))
+        asyncio.run(_run(context, world, last_sign_of_life))
     finally:
         report = write_report(out) if (out / RECIPE).exists() else out
     if results := read_json(out / RESULTS):
@@ -160,21 +163,20 @@ def _run_alone(recipe: Recipe, out: Path, world: World, log: Progress) -> Path:
     return report
 
 
-async def _check_template(context: RunContext) -> None:
+async def _check_template(context: RunContext, world: World) -> None:
     """Raises ConfigError when the chat template drops what the environment sends; an agent program's own
     messages are refused when it sends them."""
     recipe = context.recipe
     if recipe.agent is None:
-        splits = dict.fromkeys(split for stage in recipe.stages for split in splits_of(stage))
-        tasks = [task for split in splits for task in context.tasks.take(split, recipe.seed, 1)]
+        tasks = [found[0] for found in world.sampled.values()]
         limit_s, own = recipe.limits.env_timeout_s, recipe.engine.kind != "openai"
         await check_template(context.rollouts.renderer, context.make_env, tasks, timeout_s=limit_s, shows_tools=own)
 
 
-async def _run(context: RunContext, last_sign_of_life: float) -> None:
+async def _run(context: RunContext, world: World, last_sign_of_life: float) -> None:
     out, recipe = context.out, context.recipe
     try:
-        await _check_template(context)  # before the folder is this recipe's: a refused one can be corrected
+        await _check_template(context, world)  # before the folder is this recipe's: a refused one can be corrected
         replace_file(out / RECIPE, recipe.dump())
         replace_file(out / ENVIRONMENT, json.dumps(_environment(recipe, read_json(out / ENVIRONMENT) or {}), indent=1))
         for index, stage in enumerate(recipe.stages):
@@ -314,7 +316,7 @@ def with_model(recipe: Recipe, model: str, log: Progress, work: Callable[[RunCon
     async def worked(scratch: Path) -> T:
         context = _context(here, scratch, world, log)
         try:
-            await _check_template(context)
+            await _check_template(context, world)
             if recipe.engine.url is not None and context.engine.capabilities.weight_updates:
                 await context.push_weights(context.source_weights("base"))
             return await work(context)
