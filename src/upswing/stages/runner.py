@@ -131,8 +131,8 @@ def run_recipe(
     """Run every stage that isn't done yet and write the report.
 
     `out` must be empty or new unless `resume`; then finished stages are skipped and the unfinished one goes on from its
-    last checkpoint. `world`: of `preflight`, if that was done. Raises ConfigError before anything is loaded, also when another process writes `out`;
-    KeyboardInterrupt leaves a folder that resumes.
+    last checkpoint. `world`: of `preflight`, if that was done. Raises ConfigError before anything is loaded, also when
+    another process writes `out`; KeyboardInterrupt leaves a folder that resumes.
     """
     log = log or Progress()
     started = time.perf_counter()
