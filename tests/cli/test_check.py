@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,13 +67,24 @@ def test_a_users_mistake_is_one_line(echo: Path, args: tuple[str, ...], words: s
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and words in result.stderr
 
 
-def test_a_run_says_before_step_1_what_it_knows_anyway(tmp_path: Path) -> None:
+def test_a_run_answers_three_questions_before_step_1_or_says_what_it_did_not_measure(tmp_path: Path) -> None:
     from upswing.stages.runner import run_recipe
 
-    stages = "stages=[{stage: rl, steps: 1, tasks_per_step: 1, group_size: 2, eval_tasks: 2, eval_every: 1}]"
-    run_recipe(load_recipe(RECIPES / "tiny.yaml", [stages]), tmp_path / "run", log=Progress(quiet=True))
+    sft = "{stage: sft, demonstrations: 8, validation_demonstrations: 2, epochs: 1, graduation: {tasks: 2, pass_k: 2}}"
+    rl = "{stage: rl, steps: 1, tasks_per_step: 1, group_size: 2, eval_tasks: 2, eval_every: 1}"
+    run_recipe(
+        load_recipe(RECIPES / "tiny.yaml", [f"stages=[{sft}, {rl}]"]), tmp_path / "run", log=Progress(quiet=True)
+    )
     lines = (tmp_path / "run" / "events.log").read_text().splitlines()
-    said = next(i for i, line in enumerate(lines) if "pre-flight: dev success 0.00" in line)
+    clean, learn, compute, advice = (line.partition("pre-flight: ")[2] for line in lines if "pre-flight: " in line)
+    assert clean == "is the reward clean? audit not measured"
+    assert learn.startswith("can RL learn? dev success 0.00 [") and "not measured" not in learn
+    assert all(f"{what} 0.00" in learn for what in ("pass@k less pass@1", "tasks strictly between", "the right format"))
+    [(rate, share, hours)] = re.findall(r"^is there .* tokens/s (\S+), .* memory (\S+), hours (.*)$", compute)
+    assert float(rate) > 100 and 0 < float(share) < 1 and hours == "not measured"
+    assert advice.startswith(("advice: go", "advice: more sft"))
+    assert f"(upswing check {tmp_path / 'run'} measures the rest)" in advice
+    said = next(i for i, line in enumerate(lines) if "advice" in line)
     assert said < next(i for i, line in enumerate(lines) if "dev after step 1" in line)
     rows = [json.loads(line) for line in (tmp_path / "run" / "findings.jsonl").read_text().splitlines()]
     assert {"small_group", "small_batch"} <= {row.get("mode") for row in rows if row["step"] == 0}

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from upswing.evals.summary import record_of
 from upswing.learn.activations import Fits
 from upswing.learn.logits import CHUNK_ELEMENTS
 from upswing.learn.precision import compute_context
+from upswing.learn.sharded import on_several_ranks
 from upswing.learn.trainer import CPU_PACK, GPU_PACK
 from upswing.monitor.findings import Finding
 from upswing.monitor.safeguards import usable
@@ -233,8 +234,8 @@ def machine_bytes(device: torch.device) -> float:
 
 
 def announce(context: RunContext, stage: RlStage | DistillStage, model: Any) -> None:
-    """Before step 1 of the first `rl` stage: what costs nothing to check, and what the evaluation on dev and the
-    graduation check have measured anyway."""
+    """Before step 1 of the first `rl` stage: the findings that need no sampling, then the three questions as far as the
+    evaluation on dev, the stage before and a few short forwards answer them, and the advice that this gives."""
     recipe, rollouts = context.recipe, context.rollouts
     if not isinstance(stage, RlStage) or any(
         isinstance(one, RlStage) for one in recipe.stages[: _index(recipe, stage)]
@@ -245,19 +246,50 @@ def announce(context: RunContext, stage: RlStage | DistillStage, model: Any) -> 
         context.found(finding)
     source = recipe.source_of(_index(recipe, stage), stage.from_)
     graded = context.state.stages.get(source, {}).get("graduation", {})
+    known = _known(context, stage, model, source, graded)
+    answers: dict[str, dict[str, Interval | float]] = {
+        "is the reward clean": {"audit": math.nan},
+        "can RL learn": {
+            "dev success": known.pass_1,
+            "pass@k less pass@1": _point(graded.get("passk_gain")),
+            "tasks strictly between": known.mixed,
+            "in the right format": known.format,
+        },
+        "is there enough compute": {
+            "trained tokens/s": known.trained_per_s,
+            "share of the machine's memory": known.memory_frac,
+            "hours": known.hours,
+        },
+    }
+    for question, facts in answers.items():
+        said = [f"{name} {found if (found := shown(one)) != '-' else 'not measured'}" for name, one in facts.items()]
+        context.note(f"{stage.name}: pre-flight: {question}? {', '.join(said)}")
+    advice = advise(known)
+    more = "" if advice.kind == "go" else f": {advice.why}. {advice.remedy}"
+    context.note(
+        f"{stage.name}: pre-flight: advice: {advice.kind}{more} (upswing check {context.out} measures the rest)"
+    )
+
+
+def _known(context: RunContext, stage: RlStage, model: Any, source: str, graded: Mapping[str, Any]) -> Measured:
+    """What was measured before the stage anyway, and the memory where that takes a few short forwards of `model`."""
     row = next((row for row in context.metrics.read(stage.name) if row["step"] == 0 and "eval_low" in row), {})
     dev = row.get(f"eval_{SUCCESS}", row.get("eval_reward"))
-    known = Measured(
+    rows = [one for one in context.metrics.read(source) if one.get("num_tokens") and one.get("seconds")]
+    rates = [one["num_tokens"] / one["seconds"] for one in rows]
+    memory = dict[str, float]()
+    if not (on_several_ranks() or stage.gradient_checkpointing):  # a forward of all ranks; or one that keeps less
+        with suppress(Exception):  # architectures differ, and an estimate stops no run
+            memory = _memory_gb(context, stage, model)
+    return Measured(
         pass_1=UNKNOWN if dev is None else Interval(dev, row["eval_low"], row["eval_high"], stage.eval_tasks),
         format=_point(graded.get("format_valid_frac")),
         mixed=_point(graded.get("mixed_frac")),
         base=source == "base",
+        trained_per_s=float(np.median(rates)) if rates else math.nan,
+        memory_gb=memory,
+        machine_gb=machine_bytes(next(model.parameters()).device) / 1e9,
     )
-    advice = advise(known)
-    facts = {"dev success": known.pass_1, "in the right format": known.format, "mixed tasks": known.mixed}
-    said = ", ".join(f"{name} {shown(value)}" for name, value in facts.items() if value.n) or "success not measured"
-    more = "" if advice.kind == "go" else f": {advice.why}. {advice.remedy}"
-    context.note(f"{stage.name}: pre-flight: {said}; advice: {advice.kind}{more} (upswing check measures more)")
 
 
 def _index(recipe: Any, stage: RlStage) -> int:
