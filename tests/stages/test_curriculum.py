@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from upswing.errors import UpswingError
 from upswing.recipe import recipe_from
+from upswing.stages.rl import _success
 from upswing.trajectory.store import TrajectoryStore
-from upswing.trajectory.types import Message, Task
+from upswing.trajectory.types import Message, Score, Task
 
 from .test_algorithms import TwoTurns, run
 from .test_safeguards import killed_after, same, small
@@ -33,10 +35,14 @@ def solved(messages: tuple[Message, ...]) -> float:
     return {"always": 1.0, "never": 0.0}.get(asked, float(len(messages[-1].content) % 2))
 
 
-def chosen(**rl: Any) -> Any:
+def costly() -> float:
+    return -1.0
+
+
+def chosen(verifiers: tuple[str, ...] = ("solved",), **rl: Any) -> Any:
     one = small(steps=12, tasks_per_step=3, group_size=4, **rl)
     here = "tests.stages.test_curriculum"
-    return recipe_from({**one.to_dict(), "env": f"{here}:Kinds", "verifiers": [f"{here}:solved"]})
+    return recipe_from({**one.to_dict(), "env": f"{here}:Kinds", "verifiers": [f"{here}:{name}" for name in verifiers]})
 
 
 def kinds(out: Path) -> list[str]:
@@ -51,6 +57,24 @@ def test_what_is_sometimes_solved_comes_more_often_also_after_a_kill(tmp_path: P
     out = killed_after(tmp_path / "whole", tmp_path / "killed", 5)
     run(one, out, resume=True)
     assert kinds(out) == played and same(tmp_path / "whole", out)
+
+
+def test_a_penalty_that_leaves_no_reward_positive_is_no_part_of_success(tmp_path: Path) -> None:
+    run(chosen(("solved", "costly"), curriculum={}), tmp_path / "run")
+    played = kinds(tmp_path / "run")
+    assert Counter(played[9:])["open"] > 0.6 * len(played[9:])
+
+
+def test_success_is_the_scores_that_the_safeguards_look_at() -> None:
+    def success(paid: dict[str, float], *components: dict[str, float | None]) -> float | None:
+        scores = [Score(value=-0.5, components=one) for one in components]
+        return _success(SimpleNamespace(trajectories=[SimpleNamespace(score=one) for one in scores]), paid)  # type: ignore
+
+    mixed = {"strict_match": 1.0, "a": 0.0, "b": 1.0}
+    assert success({"strict_match": 1.0}, mixed, {**mixed, "strict_match": 0.0}) == 0.5
+    assert success({"a": 1.0, "b": 3.0}, mixed) == 0.75, "of what there is to earn"
+    assert success({"a": 1.0}, {"a": None}, {"a": 1.0}) == 1.0 and success({"a": 1.0}, {"a": None}) is None
+    assert success({}, mixed) == 0.0, "a reward without such a score"
 
 
 def test_a_tag_that_tasks_lack_is_named_with_theirs(tmp_path: Path) -> None:

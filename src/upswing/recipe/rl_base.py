@@ -21,7 +21,8 @@ class EarlyWarning(Section):
 
 
 class CurriculumSection(Section):
-    """Prefers kinds of tasks that the agent solves sometimes: a kind's weight is s (1 - s) + floor, s its success."""
+    """Prefers kinds of tasks that the agent solves sometimes: a kind's weight is s (1 - s) + floor, s its success
+    (`strict_match` where it is measured, in the reward or not; else what the reward's positive parts earn)."""
 
     tag: Text = opt("kind", "The tasks' tag that says of which kind they are.")
     floor: Positive = opt(0.02, "What is always or never solved keeps this weight.")

@@ -95,6 +95,11 @@ class Guard:
         else:
             self.context.found(Finding.from_row(row))
 
+    @property
+    def paid(self) -> Mapping[str, float]:
+        """The scores that are success by all that was seen, and their weights; none: the reward is."""
+        return self._watch.history.paid
+
     # -- safeguards ---------------------------------------------------------------------------------------------------
 
     def decide(self, step: int) -> Action | None:

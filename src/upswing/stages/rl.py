@@ -6,7 +6,7 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from upswing.stages.preflight import announce
 from upswing.stages.replay import Replays
 from upswing.stages.rl_metrics import age, batch_metrics, early_warning, staleness, trouble, versions
 from upswing.stages.rows import Batch, make_batch, rewards_of
-from upswing.trajectory.types import Group, Task, Trajectory
+from upswing.trajectory.types import Group, Score, Task, Trajectory
 from upswing.trajectory.validate import validate_group
 from upswing.verify.rubric import GATED
 
@@ -182,7 +182,7 @@ async def _step(context: RunContext, stage: RlStage | DistillStage, training: _T
         await _carry_out(context, training, action)
     training.scheduler.advance()  # last: after a rollback, what was sampled before it counts as older
     for number, group in training.taken:
-        training.tasks.learned(group.task, _success(group))
+        training.tasks.learned(group.task, _success(group, training.guard.paid))
         training.tasks.forget([number])
     training.taken.clear()
 
@@ -312,23 +312,26 @@ def _task(stage: RlStage | DistillStage, sampler: Sampler, number: int) -> Task:
     return task
 
 
-def _successes(group: Group) -> list[float]:
-    """By the verifier's success where there is one: a shaped reward spreads in every group. NaN: unknown."""
-    scores = [t.score for t in group.trajectories if t.score is not None]
-    found = [score.components.get(SUCCESS, score.value) for score in scores]
-    return [math.nan if value is None else value for value in found]
+def _successes(group: Group, paid: Mapping[str, float]) -> list[float]:
+    """What each earns of the scores that are success, by their weights; without any, its reward. NaN: unknown."""
+
+    def earned(score: Score) -> float:
+        parts = [(weight, score.components.get(name)) for name, weight in paid.items()] or [(1.0, score.value)]
+        return sum(w * (math.nan if one is None else one) for w, one in parts) / sum(w for w, _ in parts)
+
+    return [earned(t.score) for t in group.trajectories if t.score is not None]
 
 
-def _success(group: Group) -> float | None:
-    """The share that solved the task; None: nobody could tell."""
-    known = [min(1.0, max(0.0, value)) for value in _successes(group) if not math.isnan(value)]
+def _success(group: Group, paid: Mapping[str, float]) -> float | None:
+    """How far the task is solved, between 0 and 1; None: nobody could tell."""
+    known = [min(1.0, max(0.0, value)) for value in _successes(group, paid) if not math.isnan(value)]
     return sum(known) / len(known) if known else None
 
 
 def _is_informative(group: Group, truncated: str, *, success: bool) -> bool:
     """Whether its rewards differ; with `success`, which is then part of the reward, that too: a shaped one differs in
     every group."""
-    values = [rewards_of(group.trajectories, truncated), *([_successes(group)] if success else [])]
+    values = [rewards_of(group.trajectories, truncated), *([_successes(group, {SUCCESS: 1.0})] if success else [])]
     found = [torch.tensor(values_B, dtype=torch.float64) for values_B in values]
     return all(bool(informative_groups(one_B, torch.zeros(len(one_B), dtype=torch.long)).any()) for one_B in found)
 
