@@ -4,15 +4,13 @@
     python bench/search.py --run runs/search
 
 `--control` first adds what the run lacks: an SFT control (more SFT over the same demonstrations, from where RL began,
-for as long as RL took) and its test. `--quick` trains nothing in a run that is named; without `--run` it makes a small
-run of a few steps and questions elsewhere, whose figures fall short.
+for as long as RL took) and its test. That is all that is ever trained here, and `--quick` refuses it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import ROOT, Figure, cannot_run, describe_machine, finish, paired, with_control
 from demo import is_scored, made_by
 
-QUICK = [
-    "order.demonstrations=32", "sft.demonstrations=40", "sft.validation_demonstrations=8", "rl.steps=1",
-    "rl.eval_every=0", "test.tasks=40",
-]  # fmt: skip
 LEAST = 30
 """Questions of each kind, for the worst of them to say something."""
 CONTROL = "control"
 """A stage of this name, if the run has one: as much more SFT as RL took. It is no part of the job's hours."""
-
-
-def quick_run(out: Path) -> Path:
-    from upswing.monitor.progress import Progress
-    from upswing.recipe import load_recipe
-    from upswing.stages.runner import run_recipe
-
-    run_recipe(load_recipe(ROOT / "recipes" / "search.yaml", QUICK), out, log=Progress(json_lines=True))
-    return out
 
 
 def add_control(run: Path) -> None:
@@ -79,19 +64,19 @@ def read(run: Path) -> tuple[dict[str, Any], float]:
     return entries, sum(float(stage.get("wall_s", 0)) for name, stage in state.items() if name not in beside) / 3600
 
 
-def worst_kind(summary: dict[str, Any], least: int) -> float | None:
-    """Of all seven, printed; None unless there are `least` questions of each."""
+def worst_kind(summary: dict[str, Any]) -> float | None:
+    """Of all seven, printed; None unless there are `LEAST` questions of each."""
     from upswing.envs.geo_search import KINDS
 
     nothing = {"strict_match": {"mean": None, "n": 0}}
     rows = [(kind, summary["by_tag"].get("kind", {}).get(kind, nothing)["strict_match"]) for kind in KINDS]
     for kind, row in sorted(rows, key=lambda pair: pair[1]["mean"] or 0.0):
-        few = "" if row["n"] >= least else f", fewer than {least}"
+        few = "" if row["n"] >= LEAST else f", fewer than {LEAST}"
         print(f"  {kind}: {points(row):.1f} (n={row['n']}{few})" if row["n"] else f"  {kind}: none")
-    return min(points(row) for _, row in rows) if all(row["n"] >= least for _, row in rows) else None
+    return min(points(row) for _, row in rows) if all(row["n"] >= LEAST for _, row in rows) else None
 
 
-def figures_of(entries: dict[str, Any], hours: float, least: int) -> dict[str, Figure]:
+def figures_of(entries: dict[str, Any], hours: float) -> dict[str, Figure]:
     sft, rl = entries["sft"], entries["rl"]
     strict = points(rl["components"]["strict_match"])
 
@@ -100,7 +85,7 @@ def figures_of(entries: dict[str, Any], hours: float, least: int) -> dict[str, F
 
     figures = {
         "em_rl": Figure(strict, 90),
-        "worst_kind_em": Figure(worst_kind(rl, least), 80),
+        "worst_kind_em": Figure(worst_kind(rl), 80),
         "rl_minus_sft_points": Figure(strict - points(sft["components"]["strict_match"]), 25),
         "hours": Figure(hours, 3, "lower"),
         "lenient_minus_strict_points": Figure(points(rl["components"]["exact_match"]) - strict, 3, "lower"),
@@ -121,8 +106,8 @@ def figures_of(entries: dict[str, Any], hours: float, least: int) -> dict[str, F
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a finished run folder; runs/search by default")
-    parser.add_argument("--quick", action="store_true", help="train nothing in --run; without it make a small run")
+    parser.add_argument("--run", type=Path, default=Path("runs/search"), help="a finished run; default: runs/search")
+    parser.add_argument("--quick", action="store_true", help="train nothing, so without --control")
     parser.add_argument("--control", action="store_true", help="add the SFT control: about as long as RL took")
     args = parser.parse_args()
     if args.quick and args.control:
@@ -131,14 +116,12 @@ def main() -> int:
         from upswing.errors import ConfigError
 
         print(describe_machine())
-        small = args.quick and args.run is None
-        run = quick_run(Path(tempfile.mkdtemp()) / "run") if small else args.run or Path("runs/search")
-        if problem := problem_with(run, read(run)[0]):
+        if problem := problem_with(args.run, read(args.run)[0]):
             return cannot_run(problem)
         if args.control:
-            add_control(run)
-        print(f"run: {made_by(run)}")
-        return finish("search", args.quick, figures_of(*read(run), 1 if small else LEAST))
+            add_control(args.run)
+        print(f"run: {made_by(args.run)}")
+        return finish("search", args.quick, figures_of(*read(args.run)))
     except ImportError as error:
         return cannot_run(f"{error}; run `make setup` and use .venv/bin/python")
     except ConfigError as problem:

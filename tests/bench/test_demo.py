@@ -172,15 +172,13 @@ def test_an_edited_recipe_or_a_missing_model_is_one_line_and_status_2(tmp_path, 
         raise AssertionError("it would train")
 
     (tmp_path / "recipes").mkdir()
-    for name in ("demo", "search"):
-        text = (BENCH.parent / "recipes" / f"{name}.yaml").read_text()
-        kept = text.replace("name: test", "name: tset") if edit == "name: x" else text
-        (tmp_path / "recipes" / f"{name}.yaml").write_text(kept.replace("model: smollm2-135m", edit, edit != "name: x"))
-    for module, args in ((demo, ["--quick", "--out", tmp_path / "out"]), (search, ["--quick"])):
-        monkeypatch.setattr(runner, "run_recipe", check_only)
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-        status, said = run(module, *args)
-        assert status == 2 and said.count("\n") == 2, said
+    text = (BENCH.parent / "recipes" / "demo.yaml").read_text()
+    kept = text.replace("name: test", "name: tset") if edit == "name: x" else text
+    (tmp_path / "recipes" / "demo.yaml").write_text(kept.replace("model: smollm2-135m", edit, edit != "name: x"))
+    monkeypatch.setattr(runner, "run_recipe", check_only)
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    status, said = run(demo, "--quick", "--out", tmp_path / "out")
+    assert status == 2 and said.count("\n") == 2, said
     results(tmp_path, False)
     (tmp_path / "recipe.yaml").write_text((tmp_path / "recipe.yaml").read_text() + "\nmodle: tiny\n")
     status, said = run(search, "--run", tmp_path, "--control")
@@ -199,6 +197,9 @@ def test_the_control_differs_from_sft_in_where_it_starts_and_how_long_it_takes(n
     assert measured["tasks"] == next(stage for stage in stages if stage["name"] == "test")["tasks"]
 
 
-def test_a_control_of_no_run_is_one_line(tmp_path, run):
-    status, said = run(search, "--control", "--run", tmp_path / "none")
-    assert status == 2 and "has no finished test of sft, rl; first: upswing run recipes/search.yaml" in said
+@pytest.mark.parametrize("option", ["--control", "--quick"])
+def test_no_run_is_one_line_that_says_how_to_make_it_and_nothing_is_trained(tmp_path, run, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    status, said = run(search, option)
+    assert status == 2 and said.count("\n") == 2
+    assert "runs/search has no finished test of sft, rl; first: upswing run recipes/search.yaml" in said
