@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from upswing.engine.slots import SlotTable, common_prefix
+from upswing.engine import slots
+from upswing.engine.slots import Slot, SlotTable, common_prefix
 
 
 def seq(*parts: range | list[int]) -> np.ndarray:
@@ -83,3 +84,21 @@ def test_dropping_takes_free_slots_first_then_the_stalest_session() -> None:
     assert [slot.session for slot in table.slots] == ["s0", "s1"]
     assert [table.drop(), table.drop()] == [True, False]
     assert (len(table.slots), table.evictions) == (1, 2)
+
+
+def test_the_best_prefix_is_found_with_few_whole_comparisons(monkeypatch) -> None:
+    """That of plain search, whatever the order; of 64 sequences with one beginning few are compared beyond a token."""
+    rng, compared = np.random.default_rng(0), []
+    monkeypatch.setattr(slots, "common_prefix", lambda *two: compared.append(1) or common_prefix(*two))
+    for _ in range(50):
+        wanted = rng.integers(0, 3, 40).astype(np.int32)
+        held = [seq(wanted[:length].tolist(), rng.integers(0, 3, 20).tolist()) for length in rng.integers(0, 36, 64)]
+        table = SlotTable(64)
+        table.slots = [Slot(index, tokens=tokens) for index, tokens in enumerate(held)]
+        lengths = [common_prefix(tokens, wanted) for tokens in held]
+        for least in (1, 8, 39):
+            compared.clear()
+            best, length = slots._longest(table.slots, wanted, least)
+            found = max(lengths) >= least
+            assert (best, length) == ((table.slots[lengths.index(max(lengths))], max(lengths)) if found else (None, 0))
+            assert len(compared) < 32

@@ -120,15 +120,13 @@ class SlotTable:
 
 def _longest(slots: Iterable[Slot], sequence: Int32T, least: int) -> tuple[Slot | None, int]:
     """The slot that shares most of the sequence, the lowest of equals, and how much; (None, 0) below `least` >= 1."""
-    if len(sequence) < least:
-        return None, 0
-    at, token = least - 1, sequence[least - 1]  # most slots are told apart by this one token
-    able = (slot for slot in slots if len(slot.tokens) > at and slot.tokens[at] == token)
     best, most = None, least - 1
-    for slot in able:
-        length = common_prefix(slot.tokens, sequence)
-        if length > most:
-            best, most = slot, length
-        if length == len(sequence):
+    for slot in slots:
+        if most >= len(sequence):
             break
+        # Who shares more than the best so far has its next token too, which tells most slots apart.
+        if len(slot.tokens) > most and slot.tokens.item(most) == sequence.item(most):
+            length = common_prefix(slot.tokens, sequence)
+            if length > most:
+                best, most = slot, length
     return (best, most) if best else (None, 0)

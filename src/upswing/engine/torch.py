@@ -350,11 +350,17 @@ class TorchEngine:
                 prefilling += [request] if request.num_pending > 1 else []
         self._waiting.extendleft(reversed(held_back))
 
-    def _prefix_is_coming(self, request: Request, prefilling: Iterable[Request]) -> bool:
+    def _prefix_is_coming(self, request: Request, prefilling: Sequence[Request]) -> bool:
         """Whether one of those `prefilling` has more of it than the cache does, but hasn't computed it yet."""
+        if not prefilling:
+            return False
         sequence = request.sequence[: request.length]
-        coming = max((common_prefix(r.sequence[: r.length], sequence[:-1]) for r in prefilling), default=0)
-        return coming > 0 and coming >= self._slots.longest_match(sequence) + MIN_SHARED
+        more = self._slots.longest_match(sequence) + MIN_SHARED
+        if more >= len(sequence):
+            return False
+        begins, last = sequence[:more], sequence.item(more - 1)  # which tells most apart
+        able = (r.sequence for r in prefilling if r.length >= more and r.sequence.item(more - 1) == last)
+        return any(common_prefix(other, begins) == more for other in able)
 
     def _place(self, request: Request, positions: int) -> None:
         """Give it a slot; all slots need `positions`."""
