@@ -153,3 +153,7 @@ def test_groups():
         validate_group(Group(task=replace(TASK, id="other"), trajectories=(first,)))
     with pytest.raises(InvalidTrajectory, match="trajectory 't2', branch 0, position 3"):
         validate_group(Group(task=TASK, trajectories=(first, replace(broken("tokens", 3, -1), id="t2"))))
+    played = Group(task=TASK, trajectories=(first, replace(broken("tokens", 3, -1), id="t2")))
+    validate_group(played, branches=False)
+    with pytest.raises(InvalidTrajectory, match="score value is nan"):
+        validate_group(replace(played, trajectories=(replace(first, score=Score(value=NAN)),)), branches=False)

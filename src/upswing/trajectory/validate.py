@@ -45,19 +45,22 @@ Complaint = tuple[str, int | None, str]
 """(rule, position in the branch or None, what is wrong)."""
 
 
-def validate(trajectory: Trajectory) -> None:
-    """Raise InvalidTrajectory at the first broken rule, naming trajectory, branch, position and rule."""
+def validate(trajectory: Trajectory, *, branches: bool = True) -> None:
+    """Raise InvalidTrajectory at the first broken rule, naming trajectory, branch, position and rule. `branches`: the
+    rules of their arrays too."""
     for rule, message in _trajectory_rules(trajectory):
         raise InvalidTrajectory(f"trajectory '{trajectory.id}': {message} (rule {rule})")
     owner: dict[int, int] = {}
-    for index, branch in enumerate(trajectory.branches):
+    for index, branch in enumerate(trajectory.branches if branches else ()):
         for rule, position, message in _branch_rules(branch, trajectory, index, owner):
             where = "" if position is None else f", position {position}"
             raise InvalidTrajectory(f"trajectory '{trajectory.id}', branch {index}{where}: {message} (rule {rule})")
 
 
-def validate_group(group: Group) -> None:
-    """Validate every trajectory of a group, and that all play the group's task under ids of their own."""
+def validate_group(group: Group, *, branches: bool = True) -> None:
+    """Validate every trajectory of a group, and that all play the group's task under ids of their own. `branches`
+    False: the arrays were validated when they were played; only what came later, scores and the group, is.
+    """
     seen: set[str] = set()
     for trajectory in group.trajectories:
         if trajectory.task.id != group.task.id:
@@ -70,7 +73,7 @@ def validate_group(group: Group) -> None:
                 f"trajectory id '{trajectory.id}' occurs twice in the group of task '{group.task.id}' (rule unique-ids)"
             )
         seen.add(trajectory.id)
-        validate(trajectory)
+        validate(trajectory, branches=branches)
 
 
 # -- rules of a branch ------------------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ def _branch_rules(branch: Branch, trajectory: Trajectory, index: int, owner: dic
             yield rule, int(wrong.argmax()), message
     positions = np.flatnonzero(branch.sampled)
     turns = branch.turn[positions]
-    firsts = np.flatnonzero(np.diff(turns, prepend=-1))
+    firsts = [0, *(np.flatnonzero(turns[1:] != turns[:-1]) + 1).tolist()] if len(turns) else []
     for turn, position in zip(turns[firsts].tolist(), positions[firsts].tolist(), strict=True):
         if turn >= trajectory.num_turns:
             yield "turns", position, f"turn {turn} of a trajectory with num_turns={trajectory.num_turns}"
@@ -133,10 +136,10 @@ def _turns(branch: Branch) -> Iterator[Check]:
     """Turns count up along the branch, and each is one run of sampled tokens."""
     yield "turns", branch.turn < 0, "turn is negative"
     positions = np.flatnonzero(branch.sampled)
-    again = np.zeros(len(branch), dtype=np.bool_)
-    again[positions[1:]] = (np.diff(branch.turn[positions]) == 0) & (np.diff(positions) > 1)
+    turns, (again, back) = branch.turn[positions], np.zeros((2, len(branch)), dtype=np.bool_)
+    again[positions[1:]] = (turns[1:] == turns[:-1]) & (positions[1:] - positions[:-1] > 1)
     yield "turns", again, "a turn is sampled in two pieces"
-    back = np.concatenate([[False], np.diff(branch.turn.astype(np.int64)) < 0])
+    back[1:] = branch.turn[1:] < branch.turn[:-1]
     yield "turns", back, "its turn comes before that of the token in front of it"
 
 
