@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def _branch_to_json(trajectory_id: str, branch: Branch) -> dict[str, Any]:
             )
     return {
         "tokens": branch.tokens.tolist(),
-        "sampled": _runs(branch.sampled.astype(np.int64)),
+        "sampled": _runs(branch.sampled.view(np.int8)),
         # NaN is null; an infinity, which the validator refuses but a debugger may want to see, is text.
         "engine_logprobs": [
             value if math.isfinite(value) else None if math.isnan(value) else str(value)
@@ -195,8 +196,7 @@ def _runs(values: np.ndarray[Any, Any]) -> list[list[int]]:
     if not len(values):
         return []
     starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
-    stops = [*starts[1:], len(values)]
-    return [[value, stop - start] for value, start, stop in zip(values[starts].tolist(), starts, stops, strict=True)]
+    return [[values.item(start), stop - start] for start, stop in pairwise([*starts, len(values)])]
 
 
 # -- from JSON --------------------------------------------------------------------------------------------------------
