@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,8 +31,7 @@ def serve_command(
         str | None, typer.Option(help="How the model writes calls; default: as in the run, else hermes.")
     ] = None,
     tools_in: Annotated[
-        str | None,
-        typer.Option(help="Where it reads of tools: template, system, nowhere; default: the run's, or as can be."),
+        str | None, typer.Option(help="Where it reads of tools: template, system, nowhere; default: what fits.")
     ] = None,
     max_slots: Annotated[int, typer.Option(min=1, help="Completions at once; more wait.")] = 32,
     max_context: Annotated[
@@ -65,13 +64,12 @@ def serve_command(
     renderer = ChatRenderer(load_tokenizer(model, None if recipe is None else recipe.chat_template))
     tools_in = tools_place(renderer, manner.tools_in, manner.protocol, "--tools-in")
     loaded = load_model(model, tokenizer=renderer.tokenizer)
-    kind: Literal["int8"] | None = "int8" if quantize else None
     engine = TorchEngine.from_model(
         loaded.model,
         tokenizer=loaded.tokenizer,
         max_slots=max_slots,
         max_context=manner.context_tokens,
-        quantize=kind,
+        quantize="int8" if quantize else None,
     )
     serving = Serving(
         name=target,
