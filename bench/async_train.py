@@ -54,7 +54,6 @@ from upswing.stages import rl
 from upswing.stages.policy import PolicyMethod
 from upswing.stages.runner import run_recipe
 from upswing.trajectory.types import Task
-from upswing.verify import deadline
 
 STEPS, QUICK_STEPS, LAST = 30, 8, 5
 TASKS, SAMPLES, STALENESS = 8, 8, 2
@@ -137,7 +136,7 @@ def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
     """Run the recipe with every device's time simulated."""
     ends: list[float] = []
     devices: list[Devices] = []
-    own = TorchEngine.generate, PolicyMethod.learn, rl._step
+    own = TorchEngine.generate, PolicyMethod.learn, rl._step, asyncio.run
 
     async def generate(self: TorchEngine, prompt: Sequence[int], sampling: Any, **more: Any) -> Any:
         if not devices:
@@ -156,12 +155,11 @@ def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
         ends.append(asyncio.get_running_loop().time())
 
     TorchEngine.generate, PolicyMethod.learn, rl._step = generate, learn, step  # type: ignore[method-assign]
-    inline = _patched(deadline, "_in_thread", lambda work: work())  # virtual time goes on while such threads run
+    asyncio.run = run_virtual  # type: ignore[assignment]
     try:
-        with _patched(asyncio, "run", run_virtual), inline:
-            run_recipe(slow_recipe(model, seed, **keys), out, log=Progress(quiet=True))
+        run_recipe(slow_recipe(model, seed, **keys), out, log=Progress(quiet=True))
     finally:
-        TorchEngine.generate, PolicyMethod.learn, rl._step = own  # type: ignore[method-assign]
+        TorchEngine.generate, PolicyMethod.learn, rl._step, asyncio.run = own  # type: ignore[method-assign]
     rows = [row for row in MetricsLog(out).read("rl") if "reward" in row]
     warm = len(ends) // 3
     return Arm(
@@ -169,16 +167,6 @@ def train(model: str, seed: int, out: Path, **keys: Any) -> Arm:
         success=statistics.fmean(row["score_strict_match"] for row in rows[-LAST:]),
         staleness=statistics.fmean(row.get("staleness", 0.0) for row in rows),
     )
-
-
-@contextlib.contextmanager
-def _patched(place: Any, name: str, value: Any) -> Any:
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
 
 
 ARMS: dict[str, dict[str, Any]] = {

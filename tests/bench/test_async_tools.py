@@ -9,7 +9,6 @@ import pytest
 
 from upswing.rollout.simulate import Costs, Turn
 from upswing.rollout.virtual import run_virtual
-from upswing.verify import deadline
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -18,12 +17,6 @@ bench = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(bench)
 
 COSTS = Costs(step_s=0.1, row_s=0.0, prefill_token_s=0.0, train_token_s=0.0)
-
-
-@pytest.fixture(autouse=True)
-def no_threads(monkeypatch):
-    """Virtual time doesn't wait for them."""
-    monkeypatch.setattr(deadline, "_in_thread", lambda work: work())
 
 
 def trajectory(*tools):

@@ -10,6 +10,7 @@ from upswing.rollout import simulate as module
 from upswing.rollout.scheduler import Pace
 from upswing.rollout.simulate import Costs, Layout, SimulatedEngine, Stream, Turn, best_split, lognormal_plays, simulate
 from upswing.rollout.virtual import run_virtual
+from upswing.verify.deadline import call_with_deadline
 
 COSTS = Costs(step_s=0.1, row_s=0.01, prefill_token_s=0.001, train_token_s=0.002, sync_s=0.5)
 
@@ -230,3 +231,11 @@ def test_work_in_threads_takes_no_virtual_time():
         return before, f"{said} {loop.time():.0f}"
 
     assert run_virtual(main()) == (0.0, "done 100")
+
+
+def test_a_plain_function_with_a_time_limit_takes_no_virtual_time():
+    async def main():
+        said = await call_with_deadline(lambda: time.sleep(0.02) or "done", {}, 1.0)
+        return asyncio.get_running_loop().time(), said
+
+    assert run_virtual(main()) == (0.0, "done")

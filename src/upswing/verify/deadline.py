@@ -368,7 +368,7 @@ async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], time
             loop.call_soon_threadsafe(deliver, result)
         return not stopped  # else the exception may still be on its way
 
-    _in_thread(work)
+    getattr(loop, "in_thread", _in_thread)(work)  # a loop in virtual time has its own
     try:
         done, _ = await asyncio.wait({future}, timeout=timeout_s)
         if not done:
