@@ -150,6 +150,26 @@ def test_idle_trajectories_are_forgotten_and_a_shutdown_closes_the_rest():
     until(lambda: closed == ["a None", "b None"])
 
 
+class SlowToClose(Counter):
+    async def close(self) -> None:
+        closed.append("begun")
+        await asyncio.sleep(0.5)
+        closed.append(self.label)
+
+
+@pytest.mark.parametrize("idle_timeout_s", [0.4, 600.0], ids=["idle", "finish"])
+def test_a_server_that_stops_closes_what_was_just_being_closed(idle_timeout_s: float):
+    closed.clear()
+    with serving(ToolService(SlowToClose, idle_timeout_s=idle_timeout_s).app()) as port:
+        url = f"http://127.0.0.1:{port}"
+        post(url, ["a"], [add(1)])
+        if idle_timeout_s > 1:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url + PATH, json={"trajectory_ids": ["a"], "actions": [""], "finish": [True]}, timeout=0.2)
+        until(lambda: closed == ["begun"])
+    assert closed == ["begun", "a None"]
+
+
 def test_what_breaks_or_hangs_is_told_and_touches_no_neighbour(url: str):
     ids, actions = ["a", "b", "c"], [calls(("dead", {})), calls(("nap", {"seconds": 60})), add(1)]
     started = time.monotonic()

@@ -269,6 +269,7 @@ class ToolService:
     ) -> None:
         self.make_env, self.step_timeout_s, self.idle_timeout_s = make_env, step_timeout_s, idle_timeout_s
         self._episodes: dict[str, _Episode] = {}
+        self._ending: set[asyncio.Future[Any]] = set()
 
     async def observe(self, request: ActionRequest) -> dict[str, Any]:
         """Play a batch: trajectories in parallel, the actions of one in their order."""
@@ -320,10 +321,14 @@ class ToolService:
         return _answer_of(seen)
 
     async def _end(self, trajectory_id: str, episode: _Episode) -> None:
+        """Close it; to the end, also when who asked is cancelled, as requests are that a server stops in."""
         if self._episodes.get(trajectory_id) is episode:
             del self._episodes[trajectory_id]
+            ending = asyncio.ensure_future(call_env(episode.env.close, timeout_s=self.step_timeout_s))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
             with contextlib.suppress(Exception):  # it is over whatever its close says
-                await call_env(episode.env.close, timeout_s=self.step_timeout_s)
+                await asyncio.shield(ending)
 
     async def _forget_idle(self) -> None:
         while True:
@@ -359,6 +364,7 @@ class ToolService:
             yield
             forgetting.cancel()
             await asyncio.gather(*(self._end(*each) for each in list(self._episodes.items())))
+            await asyncio.gather(*self._ending, return_exceptions=True)
 
         routes = [Route(PATH, observe, methods=["POST"]), Route("/health", health)]
         return Starlette(routes=routes, lifespan=lifespan)
