@@ -250,6 +250,19 @@ def test_fork_reuses_the_ids_of_unchanged_history(renderers):
     assert [(event.kind, event.forked) for event in conversation.drift] == [("retokenised", False), ("template", True)]
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", "</answer>", ""])
+def test_a_turn_is_decoded_once(renderers, monkeypatch, end):
+    """With its end-of-turn token and without: unless that one is an ordinary token, which may join what precedes it."""
+    renderer = renderers["chatml"]
+    ids = renderer.encode("Paris</answer>" if end == "</answer>" else "Paris")
+    ends = (*renderer.end_tokens(), ids[-1]) if end == "</answer>" else renderer.end_tokens()
+    conversation, decode, calls = Conversation(renderer, START, end_tokens=ends), renderer.decode, []
+    monkeypatch.setattr(renderer, "decode", lambda tokens: calls.append(1) or decode(tokens))
+    text = conversation.add_completion(complete([*ids, *(renderer.encode(end) if end.startswith("<|") else [])]))
+    assert text == ("Paris</answer" if end == "</answer>" else "Paris") and not conversation.drift
+    assert len(calls) == (2 if end == "</answer>" else 1)
+
+
 def test_template_that_drops_history_forks(tokenizer):
     text = (
         "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

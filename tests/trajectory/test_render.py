@@ -162,3 +162,17 @@ def test_tools_that_the_template_does_not_show_are_refused(renderers, name):
     else:
         with pytest.raises(ConfigError, match=r"doesn't show tools; set env\.args\.tools_in_system: true"):
             renderers[name].require_tools()
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_what_a_group_begins_with_is_rendered_once(renderers, monkeypatch, tools):
+    """Tools of each trajectory's own environment are the same; other tools, or changed ones, are others."""
+    renderer = ChatRenderer(renderers["qwen3"].tokenizer, renderers["qwen3"]._template)
+    own, rendered = renderer._render, []
+    monkeypatch.setattr(renderer, "_render", lambda *args: rendered.append(1) or own(*args))
+    schemas = [[{"type": "function", "function": {"name": "search", "parameters": {"q": 1}}}] * tools for _ in range(8)]
+    assert len({renderer.render_text([user("hi")], each) for each in schemas}) == len(rendered) == 1
+    if tools:
+        schemas[0][0]["function"]["name"] = "find"
+        assert '"find"' in renderer.render_text([user("hi")], schemas[0])
+        assert '"search"' not in renderer.render_text([user("hi")], schemas[0]) and len(rendered) == 2

@@ -150,11 +150,12 @@ class Conversation:
                 f"{counts[2]} policy_version entries; they must be equal in number"
             )
         self._require_prompt("add_completion")
-        _, whole = self._renderer.text_of_sampled(completion.tokens)
-        if self._renderer.encode(whole) != list(completion.tokens):
-            self._note("retokenised", forked=False, detail="the sampled ids aren't how the tokenizer splits their text")
         content = completion.tokens[:-1] if self.ended(completion.tokens) else completion.tokens
         text, guarded = self._renderer.text_of_sampled(content)
+        end = self._renderer.special_text(completion.tokens[-1]) if len(content) < len(completion.tokens) else ""
+        whole = self._renderer.text_of_sampled(completion.tokens)[1] if end is None else guarded + end
+        if self._renderer.encode(whole) != list(completion.tokens):
+            self._note("retokenised", forked=False, detail="the sampled ids aren't how the tokenizer splits their text")
         self._add_turn(text, guarded, completion.tokens, completion.engine_logprobs, completion.policy_version)
         return text
 

@@ -71,7 +71,7 @@ class ChatRenderer:
         # Lookahead, so that a special token that begins inside another one is broken up too.
         self._guard_pattern = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL)
         self._ids: dict[str, tuple[int, ...]] = {}
-        self._texts: dict[tuple[tuple[Message, ...], bool], str] = {}
+        self._texts: dict[tuple[tuple[Message, ...], str, bool], str] = {}
         self._problems: dict[tuple[str, bool], str | None] = {}
         self.render_text([_X])
 
@@ -92,13 +92,12 @@ class ChatRenderer:
     ) -> str:
         """`render_text` for messages that are guarded already (by `guard_message` or `text_of_sampled`).
 
-        Kept for a while, where there are no tools: a group's samples begin alike, and often go on so.
+        Kept for a while: a group's samples begin alike, and often go on so.
         """
-        key = tuple(messages), generation
-        if tools or (held := self._texts.get(key)) is None:
+        key = tuple(messages), repr(tools) if tools else "", generation
+        if (held := self._texts.get(key)) is None:
             held = self._render(messages, tools, generation)
-            if not tools:
-                _keep(self._texts, key, held)
+            _keep(self._texts, key, held)
         return held
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generation: bool) -> str:
@@ -211,6 +210,10 @@ class ChatRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         """The exact text of token ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def special_text(self, token: int) -> str | None:
+        """What a special token spells; None for any other."""
+        return self._special_ids.get(token)
 
     def text_of_sampled(self, ids: Sequence[int]) -> tuple[str, str]:
         """(plain, guarded) text of sampled ids.
