@@ -205,6 +205,8 @@ class VllmServer(ModelServer):
         loads = name == "/v1/load_lora_adapter"
         if loads == (body["lora_name"] in self.adapters):
             return JSONResponse({"error": {"message": "already, or not, loaded"}}, status_code=400 if loads else 404)
+        if loads and self.faults[:1] == ["no adapter"]:
+            return JSONResponse({"error": {"message": "No adapter found."}}, status_code=404)
         if loads:
             self.adapters[body["lora_name"]] = update_of(body["lora_path"])
         else:

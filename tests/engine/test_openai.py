@@ -156,10 +156,11 @@ def test_a_temperature_that_the_model_refuses_is_found_out_before_anything_is_pl
     address: tuple[Server, str], server: Server, greedy: bool, refused: bool
 ) -> None:
     server.temperatures, server.modern = [1.0], True
-    engine = {"kind": "openai", "url": address[1], "model": "wise", "api_key_env": "WISE_KEY"}
+    engine = {"kind": "openai", "url": address[1], "model": "wise", "api_key_env": "WISE_KEY", "outage_s": 7.0}
     one = recipe_from(served_recipe(engine, stage="eval", of=["base"], tasks=1, split="train", greedy=greedy))
-    with pytest.raises(ConfigError, match=r"refuses temperature 0 .*greedy: false") if refused else nullcontext():
-        server_of(one, Progress(quiet=True))
+    said = r"refuses temperature 0 .*greedy: false \(upswing eval: --sampled\)"
+    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
+        assert server_of(one, Progress(quiet=True)).server.outage_s == 7.0
 
 
 async def test_it_is_asked_again_when_it_says(address: tuple[Server, str], server: Server) -> None:
@@ -204,8 +205,10 @@ def rollouts_of(engine: Any, *, limits: Limits | None = None, **env: Any) -> Rol
 TASK = Task(id="t", messages=(Message(role="user", content="2 and 3?"),))
 
 
-async def played(address: tuple[Server, str], script: list[Any], server: Server, **options: Any) -> Trajectory:
-    engine = OpenAIEngine(address[1], model="wise", api_key=KEY)
+async def played(
+    address: tuple[Server, str], script: list[Any], server: Server, *, outage_s: float = 900.0, **options: Any
+) -> Trajectory:
+    engine = OpenAIEngine(address[1], model="wise", api_key=KEY, outage_s=outage_s)
     server.script = script
     (found,) = await rollouts_of(engine, **options).singles([TASK], sampling=Sampling(temperature=0.7), seed=1)
     await engine.close()
@@ -269,11 +272,9 @@ async def test_faults_are_named_and_never_an_answer(
     script: list[Any],
     reason: StopReason,
     error: str | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "OUTAGE_S", 0.3)
     limits = Limits(turn_tokens=64, context_tokens=1500, turn_timeout_s=0.2 if script == ["hang"] else 60.0)
-    found = await played(address, script, server, limits=limits)
+    found = await played(address, script, server, limits=limits, outage_s=0.3)
     assert found.stop_reason is reason and (error or "") in (found.error or "")
     assert found.score is None or reason is not StopReason.ERROR
 

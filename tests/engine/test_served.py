@@ -34,6 +34,7 @@ from upswing.monitor.metrics import MetricsLog
 from upswing.monitor.progress import Progress
 from upswing.recipe import recipe_from
 from upswing.stages.runner import run_recipe
+from upswing.stages.servers import server_of
 from upswing.trajectory.store import TrajectoryStore
 
 PROMPT = [5, 6, 7, 8]
@@ -233,7 +234,7 @@ async def test_a_server_that_hangs_while_weights_change_is_noticed(
 ) -> None:
     engine = served.connect(tmp_path)
     await engine.update_weights(served.server.first, 1)
-    monkeypatch.setattr(http, "OUTAGE_S", 0.4)
+    monkeypatch.setattr(engine.server, "outage_s", 0.4, raising=False)
     monkeypatch.setattr(http, "WARN_S", 0.05)
     if served.kind == "here":
         call = engine.server.call
@@ -244,6 +245,23 @@ async def test_a_server_that_hangs_while_weights_change_is_noticed(
     assert time.monotonic() - began < 10
     said = [text for text in caplog.messages if text.startswith("waiting for the")]
     assert len(said) == (served.kind != "here"), "once"
+    await engine.close()
+
+
+@only(*SERVERS)
+async def test_a_recipe_says_how_long_a_server_may_be_away(served: Served, tmp_path: Path) -> None:
+    """Also where a call has no other limit: the weights that are given back while a completion is sampled."""
+    keys = {**served.keys, "weights_dir": str(tmp_path), "outage_s": 60.0}
+    engine = server_of(recipe_from(served_recipe(keys)), Progress(quiet=True))
+    assert engine.server.outage_s == 60.0
+    await engine.update_weights(served.server.first, 1)
+    engine.server.outage_s = 0.2
+    served.server.restart()
+    served.server.stuck, began = True, time.monotonic()
+    served.server.faults = ["500"]
+    with pytest.raises(UpswingError, match=r"failed for 0.2 s; the last: /pause"):
+        await engine.generate(PROMPT, Sampling(max_tokens=3))
+    assert time.monotonic() - began < 10
     await engine.close()
 
 
@@ -314,7 +332,7 @@ BROKEN = [
 async def test_what_is_broken_is_an_error_and_never_a_completion(
     engine: HttpEngine, served: Served, faults: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "OUTAGE_S", 0.2)
+    monkeypatch.setattr(engine.server, "outage_s", 0.2, raising=False)
     served.server.faults = list(faults)
     with pytest.raises(UpswingError, match=message):
         await engine.generate(PROMPT, Sampling(max_tokens=3))

@@ -19,7 +19,7 @@ from upswing.engine import http
 from upswing.engine.adapter import Adapter
 from upswing.engine.base import Sampling
 from upswing.engine.vllm import VllmEngine
-from upswing.errors import ConfigError
+from upswing.errors import ConfigError, UpswingError
 from upswing.learn.learner import Learner
 from upswing.learn.lora import PlainWeights, add_lora, save_adapter
 from upswing.models.load import load_model
@@ -184,6 +184,19 @@ async def test_a_server_that_lost_its_adapter_gets_all_again(
     await found.close()
 
 
+async def test_a_server_that_does_not_see_the_adapters_folder(
+    server: VllmServer, address: tuple[VllmServer, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    found = VllmEngine.connect(address[1], weights_dir=tmp_path)
+    found.use(adapter_rank=4)
+    server.faults = ["no adapter"]
+    said = r"engine.weights_dir: .* in '.*adapter-3' .*No adapter found.*on a disk that it shares"
+    with pytest.raises(UpswingError, match=said):
+        await found.update_weights(Trained(add_lora(load_model("tiny").model, r=4), server.first), 3)
+    await found.close()
+
+
 async def test_a_sleeping_engine_wakes_for_completions_and_weights(engine: tuple[VllmEngine, VllmServer]) -> None:
     found, server = engine
     async with found.in_use():
@@ -317,6 +330,13 @@ def test_several_ranks_give_no_adapter(local: LocalServer, monkeypatch: pytest.M
         ({"kind": "vllm", "url": URL, "options": {"seed": 1}}, {}, "it is for the server to be started with"),
         ({"kind": "vllm", "quantize": "int8"}, {}, "with kind vllm without a url it is for kind torch"),
         ({"kind": "vllm", "api_key_env": "KEY"}, {}, "engine.api_key_env: got 'KEY' without effect"),
+        (
+            {"kind": "vllm", "outage_s": 60.0},
+            {},
+            "got 60.0 .* kind vllm without a url it is for kind vllm or sglang or",
+        ),
+        ({"outage_s": 60.0}, {}, "engine.outage_s: got 60.0 without effect: with kind torch it is for kind vllm"),
+        ({"kind": "vllm", "url": URL, "outage_s": 0.0}, {}, "engine.outage_s: got 0"),
         ({"kind": "sglang", "url": URL, "adapters": True}, LORA, "engine.adapters: got True .* it is for kind vllm"),
         ({"sleep": True}, {}, "engine.sleep: got True without effect: with kind torch it is for kind vllm"),
         ({"kind": "vllm", "adapters": True}, {}, "engine.adapters: got true without effect: no sft, rl or distill"),

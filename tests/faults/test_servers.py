@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -47,10 +48,17 @@ def test_a_run_goes_on_over_an_outage(
     assert not list(tmp_path.glob(f"{http.FOLDER}*"))
 
 
-def test_weights_of_killed_processes_are_deleted_and_those_of_others_are_not(tmp_path: Path) -> None:
-    dead, alive, new = (tmp_path / f"{http.FOLDER}{name}" for name in ("dead", "alive", "new"))
+def test_weights_of_killed_processes_are_deleted_and_those_of_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = platform.node()
+    names = (f"dead-{host}", f"alive-{host}", f"new-{host}", f"held-not-{host}", "held-there")
+    dead, alive, new, *elsewhere = (tmp_path / f"{http.FOLDER}{name}" for name in names)
     holds = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(1, flush=True); input()"
     holders = []
+    for folder in elsewhere:  # held on another machine, which this one's locks know nothing of
+        folder.mkdir()
+        os.utime(folder, (0, 0))
     for folder in (dead, alive, new):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"1")
@@ -65,5 +73,9 @@ def test_weights_of_killed_processes_are_deleted_and_those_of_others_are_not(tmp
     holders[0].wait()
     http._sweep(tmp_path)
     assert not dead.exists() and alive.exists() and new.exists(), "a new one may not be held yet"
+    assert all(folder.exists() for folder in elsewhere)
+    monkeypatch.setattr(http, "MEMORY", tmp_path)  # no other machine's, whatever name a container goes by
+    http._sweep(tmp_path)
+    assert not any(folder.exists() for folder in elsewhere) and alive.exists()
     holders[1].kill()
     holders[1].wait()

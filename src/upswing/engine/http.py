@@ -9,6 +9,7 @@ import fcntl
 import logging
 import math
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -34,7 +35,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TRIES = 4
 """Of a completion that is broken off, or sampled with other weights than were given."""
 OUTAGE_S = 900.0
-"""How long a server may be away; also what new weights, or any other call but sampling, may take in all."""
+"""How long a server may be away, unless told otherwise; also what new weights, or any other call but sampling, may take
+in all."""
 WARN_S = 30.0
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 PROBE_S = 60.0
@@ -70,8 +72,10 @@ class Caller(Protocol):
     url: str
 
     async def call(
-        self, path: str, *, method: str = "POST", timeout_s: float | None = OUTAGE_S, **content: Any
-    ) -> dict[str, Any]: ...
+        self, path: str, *, method: str = "POST", timeout_s: float | None = None, **content: Any
+    ) -> dict[str, Any]:
+        """`timeout_s`: None: as long as an outage may last; inf: no limit."""
+        ...
 
     async def persist(self, action: Callable[[], Awaitable[T]], *, sampling: bool = False) -> T: ...
 
@@ -79,10 +83,12 @@ class Caller(Protocol):
 
 
 class Server:
-    """An HTTP server. `warn` is told, once an outage, what is waited for."""
+    """An HTTP server. `warn` is told, once an outage, what is waited for; `outage_s`: for how long."""
 
-    def __init__(self, name: str, url: str, api_key: str | None = None, warn: Warn | None = None) -> None:
-        self.name, self.url, self.api_key = name, url.rstrip("/"), api_key
+    def __init__(
+        self, name: str, url: str, *, api_key: str | None = None, warn: Warn | None = None, outage_s: float = OUTAGE_S
+    ) -> None:
+        self.name, self.url, self.api_key, self.outage_s = name, url.rstrip("/"), api_key, outage_s
         self._client: httpx2.AsyncClient | None = None
         self._warn = warn or logging.getLogger("upswing").warning
         self._warned = False
@@ -98,7 +104,7 @@ class Server:
         return httpx2.Client(base_url=self.url, timeout=PROBE_S, headers=self.headers)
 
     async def call(
-        self, path: str, *, method: str = "POST", timeout_s: float | None = OUTAGE_S, **content: Any
+        self, path: str, *, method: str = "POST", timeout_s: float | None = None, **content: Any
     ) -> dict[str, Any]:
         """The JSON object that it answers; `{}` for anything else.
 
@@ -107,8 +113,9 @@ class Server:
         if self._client is None:  # in the event loop that it is used in
             limits = httpx2.Limits(max_connections=None)
             self._client = httpx2.AsyncClient(base_url=self.url, limits=limits, headers=self.headers)
+        limit_s = {None: self.outage_s, math.inf: None}.get(timeout_s, timeout_s)
         try:
-            answer = await self._client.request(method, path, timeout=timeout_s, **content)
+            answer = await self._client.request(method, path, timeout=limit_s, **content)
         except httpx2.TransportError as error:
             raise ServerDown(f"{path}: {type(error).__name__} {error}".rstrip()) from None
         status = answer.status_code
@@ -126,8 +133,9 @@ class Server:
     async def persist(self, action: Callable[[], Awaitable[T]], *, sampling: bool = False) -> T:
         """What `action` gives, begun again each time that it finds the server down.
 
-        Raises UpswingError after OUTAGE_S in all; with `sampling`, which takes as long as it takes and whose caller has
-        a limit of its own, after OUTAGE_S of failures in a row, and after WARN_S of a server that is well otherwise.
+        Raises UpswingError after `outage_s` in all; with `sampling`, which takes as long as it takes and whose caller
+        has a limit of its own, after `outage_s` of failures in a row, and after WARN_S of a server that is well
+        otherwise.
         """
         loop = asyncio.get_running_loop()
         problem, since, pause_s = "it hangs", None if sampling else loop.time(), BACKOFF_S
@@ -136,11 +144,11 @@ class Server:
         def say() -> None:
             if not self._warned:
                 self._warned = True
-                self._warn(f"waiting for the {self.name} server at {self.url}, up to {OUTAGE_S:g} s ({problem})")
+                self._warn(f"waiting for the {self.name} server at {self.url}, up to {self.outage_s:g} s ({problem})")
 
         timer = None if sampling else loop.call_later(WARN_S, say)
         try:
-            async with asyncio.timeout(None if sampling else OUTAGE_S):
+            async with asyncio.timeout(None if sampling else self.outage_s):
                 while True:
                     try:
                         found = await action()
@@ -155,12 +163,12 @@ class Server:
                             raise UpswingError(f"the {self.name} server at {self.url} {why}") from None
                         if loop.time() - since >= WARN_S:
                             say()
-                        if loop.time() - since >= OUTAGE_S:
+                        if loop.time() - since >= self.outage_s:
                             raise TimeoutError from None
                         await asyncio.sleep(max(pause_s, down.after_s))
                         pause_s = min(2 * pause_s, MAX_BACKOFF_S)
         except TimeoutError:
-            why = f"has failed for {OUTAGE_S:g} s; the last: {problem}"
+            why = f"has failed for {self.outage_s:g} s; the last: {problem}"
             raise UpswingError(f"the {self.name} server at {self.url} {why}") from None
         finally:
             if timer is not None:
@@ -225,11 +233,12 @@ class HttpEngine(ABC):
         self._lock: asyncio.Lock | None = None
 
     @classmethod
-    def connect(
-        cls, url: str, *, weights_dir: Path | None = None, api_key: str | None = None, warn: Warn | None = None
-    ) -> Self:
-        """Raises ConfigError, with what to do, when there is no such server or it takes no token ids."""
-        server = Server(cls.name, url, api_key, warn)
+    def connect(cls, url: str, *, weights_dir: Path | None = None, **options: Any) -> Self:
+        """`options`: of `Server`.
+
+        Raises ConfigError, with what to do, when there is no such server or it takes no token ids.
+        """
+        server = Server(cls.name, url, **options)
         with server.probe() as client:
             try:
                 models = client.get("/v1/models").raise_for_status().json()["data"]
@@ -343,7 +352,7 @@ class HttpEngine(ABC):
         try:
             if self._folder is None:
                 _sweep(self._parent)
-                self._folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=self._parent))
+                self._folder = Path(tempfile.mkdtemp(f"-{platform.node()}", FOLDER, self._parent))
                 self._hold = _lock(self._folder)
             folder = self._folder / name
             shutil.rmtree(folder, ignore_errors=True)
@@ -473,8 +482,12 @@ def _lock(folder: Path) -> int | None:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete what killed processes left behind: memory, where it is /dev/shm."""
+    """Delete what killed processes left behind: memory, where it is /dev/shm. Elsewhere only this machine's: on a disk
+    that others share, a lock may hold nobody up but who is on the same machine."""
     for folder in parent.glob(f"{FOLDER}*"):
+        host = folder.name.removeprefix(FOLDER).partition("-")[2]
+        if parent != MEMORY and host != platform.node():
+            continue
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > PROBE_S and (handle := _lock(folder)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)

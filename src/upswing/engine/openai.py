@@ -7,6 +7,7 @@ none takes new weights. `ChatSpeaker` (rollout) lets it take an agent's turns, m
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 import httpx2
 
 from upswing.engine.base import Capabilities, EngineStats, Sampling
-from upswing.engine.http import Server, Warn
+from upswing.engine.http import Server
 from upswing.errors import ConfigError, UpswingError, did_you_mean
 from upswing.trajectory.types import ToolCall
 
@@ -63,29 +64,24 @@ class OpenAIEngine:
         model: str,
         capabilities: Capabilities = best,
         length: str = _LENGTH[0],
-        api_key: str | None = None,
-        warn: Warn | None = None,
+        **server: Any,
     ) -> None:
-        self.server = Server(NAME, url, api_key, warn)
+        """`server`: as `Server` takes it."""
+        self.server = Server(NAME, url, **server)
         self.model, self.capabilities, self._length = model, capabilities, length
         self.version = 0
         self.stats = EngineStats()
 
     @classmethod
-    def connect(
-        cls,
-        url: str,
-        *,
-        model: str,
-        temperatures: Collection[float] = (),
-        api_key: str | None = None,
-        warn: Warn | None = None,
-    ) -> OpenAIEngine:
-        """Raises ConfigError, with what the server says and the models that it has, when it answers nothing, and with
-        what to do when it refuses one of `temperatures`."""
+    def connect(cls, url: str, *, model: str, temperatures: Collection[float] = (), **server: Any) -> OpenAIEngine:
+        """`server`: as `Server` takes it.
+
+        Raises ConfigError, with what the server says and the models that it has, when it answers nothing, and with what
+        to do when it refuses one of `temperatures`.
+        """
         body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
         problem = ""
-        with Server(NAME, url, api_key).probe() as client:
+        with Server(NAME, url, **server).probe() as client:
             for length, more in ((_LENGTH[0], {"return_token_ids": True}), *((name, {}) for name in _LENGTH)):
                 try:
                     answer = client.post("/chat/completions", json={**body, length: 16, **more})
@@ -94,8 +90,7 @@ class OpenAIEngine:
                         capabilities = replace(cls.best, token_out=told)
                         for one in temperatures:
                             _takes(client, {**body, length: 16, "temperature": one})
-                        options: dict[str, Any] = {"length": length, "api_key": api_key, "warn": warn}
-                        return cls(url, model=model, capabilities=capabilities, **options)
+                        return cls(url, model=model, capabilities=capabilities, length=length, **server)
                     problem = f"status {answer.status_code}: {answer.text[:300]}"
                 except ConfigError:
                     raise
@@ -117,7 +112,7 @@ class OpenAIEngine:
         body[self._length] = sampling.max_tokens
         if tools:
             body["tools"] = list(tools)
-        ask = partial(self.server.call, "/chat/completions", timeout_s=None, json=body)
+        ask = partial(self.server.call, "/chat/completions", timeout_s=math.inf, json=body)
         answer = await self.server.persist(ask, sampling=True)
         try:
             choice = answer["choices"][0]
@@ -167,8 +162,8 @@ def _takes(client: httpx2.Client, body: Mapping[str, Any]) -> None:
     if answer.status_code in (400, 422):
         raise ConfigError(
             f"engine.model: '{body['model']}' refuses temperature {body['temperature']:g} (greedy is 0): status "
-            f"{answer.status_code}: {answer.text[:300]}; give each eval stage greedy: false and a temperature that it "
-            "takes, which is often 1 alone"
+            f"{answer.status_code}: {answer.text[:300]}; give each eval stage greedy: false (upswing eval: "
+            "--sampled) and a temperature that it takes, which is often 1 alone"
         )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +129,7 @@ class SglangEngine(HttpEngine):
         rid = uuid.uuid4().hex
         body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "rid": rid}
         try:
-            meta = (await self.server.call("/generate", timeout_s=None, json=body))["meta_info"]
+            meta = (await self.server.call("/generate", timeout_s=math.inf, json=body))["meta_info"]
         except asyncio.CancelledError:
             self._abort(rid)
             raise

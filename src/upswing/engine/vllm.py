@@ -18,6 +18,7 @@ completions from before and after the change can't tell the two apart.)
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -31,7 +32,7 @@ import torch
 
 from upswing.engine.adapter import Adapter
 from upswing.engine.base import Capabilities, FinishReason, Sampling
-from upswing.engine.http import OUTAGE_S, PROBE_S, Answer, Caller, HttpEngine, Server, ServerDown, ServerRefused
+from upswing.engine.http import PROBE_S, Answer, Caller, HttpEngine, Server, ServerDown, ServerRefused
 from upswing.engine.vllm_local import LocalVllm
 from upswing.errors import ConfigError, UpswingError
 
@@ -90,7 +91,9 @@ class VllmEngine(HttpEngine):
             with self.server.probe() as client:
                 try:
                     asked = {"config_format": "json"}  # takes seconds: it looks at its machine, too
-                    config = client.get("/server_info", params=asked, timeout=OUTAGE_S).json()["vllm_config"]
+                    config = client.get("/server_info", params=asked, timeout=self.server.outage_s).json()[
+                        "vllm_config"
+                    ]
                     loads = client.get(_LOAD).status_code != 404  # 405: it is there, for POST
                     takes = (config["lora_config"] if loads else None) or {"max_lora_rank": 0, "max_loras": 0}
                     most, room = int(takes["max_lora_rank"]), int(takes["max_loras"])
@@ -157,7 +160,7 @@ class VllmEngine(HttpEngine):
         body = {"token_ids": prompt, "sampling_params": params}
         with self._adapted(body) as (adapter, label):
             try:
-                answer = await self.server.call("/inference/v1/generate", timeout_s=None, json=body)
+                answer = await self.server.call("/inference/v1/generate", timeout_s=math.inf, json=body)
             except ServerRefused as problem:
                 if adapter is None or problem.status != 404:
                     raise
@@ -233,7 +236,10 @@ class VllmEngine(HttpEngine):
         except ServerRefused:  # it knows one of that name: its answer was lost, or the weights below it are new
             with contextlib.suppress(ServerRefused):
                 await self.server.call(_UNLOAD, json={"lora_name": adapter.name})
-            await self.server.call(_LOAD, json=load)
+            try:
+                await self.server.call(_LOAD, json=load)
+            except ServerRefused as problem:
+                raise self._unseen(adapter.folder, problem) from None
 
     def _retire(self) -> None:
         if self._adapter is not None:

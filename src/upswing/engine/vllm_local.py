@@ -60,11 +60,11 @@ class LocalVllm:
         return int(self._llm.model_config.max_model_len)
 
     async def call(
-        self, path: str, *, method: str = "POST", timeout_s: float | None = OUTAGE_S, **content: Any
+        self, path: str, *, method: str = "POST", timeout_s: float | None = None, **content: Any
     ) -> dict[str, Any]:
         """As `Server.call`, but nothing is tried again: an engine that fails here has ended."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(OUTAGE_S if timeout_s is None else timeout_s):
                 return await self._do(path, content.get("params", {}), content.get("json", {}))
         except self._refusals as problem:
             raise ServerRefused(f"vLLM refused {path}: {problem}") from problem

@@ -12,13 +12,13 @@ from upswing.recipe.section import Section, null, opt, refuse
 from upswing.recipe.stages import EvalStage
 
 _HERE = "vllm without a url"
-_SERVER, _VLLM = ("url", "api_key_env", "weights_dir"), ("adapters", "sleep")
+_SERVER, _VLLM = ("url", "api_key_env", "outage_s", "weights_dir"), ("adapters", "sleep")
 _OWN = {
     "torch": ("max_context", "dtype", "kv_memory_gb", "prefill_chunk", "quantize"),
     "vllm": (*_SERVER, *_VLLM),
     _HERE: ("weights_dir", *_VLLM, "max_context", "dtype", "kv_memory_gb", "options"),
     "sglang": _SERVER,
-    "openai": ("url", "api_key_env", "model"),
+    "openai": ("url", "api_key_env", "outage_s", "model"),
 }
 """The keys of each kind, besides those that all have."""
 NEEDED = {"sglang": ("url",), "openai": ("url", "model")}
@@ -40,6 +40,11 @@ class EngineSection(Section):
         "no server (torch, vllm)."
     )
     api_key_env: Text | None = null("Environment variable that holds the server's key; null: it asks for none.")
+    outage_s: Positive = opt(
+        900.0,
+        "How long the server may be away, in seconds; also what new weights may take in all. A turn also has "
+        "limits.turn_timeout_s.",
+    )
     model: Text | None = null("What the server calls its model (openai); the recipe's own model counts the tokens.")
     weights_dir: Text | None = null(
         "Folder that the server (vllm, sglang) sees too, for new weights; null: memory (/dev/shm), on one machine."

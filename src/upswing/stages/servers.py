@@ -59,18 +59,17 @@ def server_of(recipe: Recipe, log: Progress) -> HttpEngine | OpenAIEngine | RayE
     api_key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
     if section.api_key_env is not None and not api_key:
         raise ConfigError(f"engine.api_key_env: no '{section.api_key_env}' in the environment; export it, with the key")
+    options: dict[str, Any] = {"api_key": api_key, "warn": log.warn, "outage_s": section.outage_s}
     if section.kind == "openai":
         assert section.model is not None, "the recipe was checked"
         evals = [stage for stage in recipe.stages if isinstance(stage, EvalStage)]  # it can do no others
         asked = {0.0 if one.greedy else float(one.temperature or 1.0) for one in evals}
-        text = OpenAIEngine.connect(
-            section.url, model=section.model, temperatures=sorted(asked), api_key=api_key, warn=log.warn
-        )
+        text = OpenAIEngine.connect(section.url, model=section.model, temperatures=sorted(asked), **options)
         if text.capabilities.token_out:
             log.note(f"{section.url} tells token ids: if it is vLLM, kind: vllm keeps them, and can train")
         return text
     folder = None if section.weights_dir is None else Path(section.weights_dir)
-    engine = SERVERS[section.kind].connect(section.url, weights_dir=folder, api_key=api_key, warn=log.warn)
+    engine = SERVERS[section.kind].connect(section.url, weights_dir=folder, **options)
     if isinstance(engine, VllmEngine):
         engine.use(adapter_rank=_adapter_rank(recipe), adapters=_adapters(recipe), sleep=section.sleep)
     if any(not isinstance(stage, EvalStage) for stage in recipe.stages):
