@@ -21,9 +21,11 @@ from upswing.envs.base import AssistantMessage, Observation
 from upswing.errors import ConfigError, UpswingError
 from upswing.recipe import recipe_from
 from upswing.recipe.presets import PRESETS
+from upswing.stages import distill
 from upswing.stages.credit import Evidence, assign
+from upswing.stages.distill import DistillMethod
 from upswing.stages.rl import _is_informative
-from upswing.stages.rows import rewards_of
+from upswing.stages.rows import make_batch, rewards_of
 from upswing.stages.runner import check
 from upswing.trajectory.store import TrajectoryStore
 from upswing.trajectory.types import Group, Outcome, Score, StopReason
@@ -204,11 +206,26 @@ def test_a_teacher_is_found_before_anything_is_loaded(distill: dict[str, Any], w
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_base_model_can_teach(tmp_path: Path) -> None:
+def test_the_base_model_can_teach_and_the_engines_cache_is_gone_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, slots = DistillMethod.learn, list[int]()
+
+    async def learn(self: DistillMethod, *args: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            slots.append(self.context.engine._cache.num_slots)
+            return make_batch(*args, **options)
+
+        slots.append(self.context.engine._cache.num_slots)
+        monkeypatch.setattr(distill, "make_batch", noted)
+        return await own(self, *args)
+
+    monkeypatch.setattr(DistillMethod, "learn", learn)
     first = {"stage": "rl", "name": "first", "steps": 1, "tasks_per_step": 4, "lr": 1e-2, "eval_every": 0}
     back = {"stage": "distill", "steps": 2, "teacher": "base", "tasks_per_step": 4, "eval_every": 0, "lr": 1e-3}
     rows = run(recipe_from({**recipe({}).to_dict(), "stages": [first, back]}), tmp_path / "run")
     assert rows[0]["kl"] > 0 and rows[0]["num_rows_skipped"] == 0
+    assert min(slots[::2]) > 0 and slots[1::2] == [0, 0]
 
 
 def test_a_dry_run_names_a_teacher_that_is_not_there(tmp_path: Path) -> None:

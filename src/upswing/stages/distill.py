@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from upswing.algo.distill import check_same_vocabulary
+from upswing.engine.torch import TorchEngine
 from upswing.errors import ConfigError, ModelNotFound, did_you_mean
 from upswing.learn.critic import Critic
 from upswing.learn.distill import distill_update
@@ -18,6 +19,7 @@ from upswing.models.resolve import resolve_model
 from upswing.recipe import DistillStage, Recipe
 from upswing.recipe.models import NO_POLICY
 from upswing.stages.context import RunContext
+from upswing.stages.policy import to_the_end
 from upswing.stages.rows import Batch, make_batch
 from upswing.trajectory.types import Group
 
@@ -62,6 +64,8 @@ class DistillMethod:
         self.learner = Learner(context.adapted(student, stage), ref_model=self.teacher, **options)
 
     async def learn(self, groups: Sequence[Group], step: int) -> tuple[Batch, UpdateMetrics | None, dict[str, float]]:
+        if isinstance(self.context.engine, TorchEngine):
+            await to_the_end(self.context.engine.forget_cache())  # the learner's memory now; dropped anyway
         batch = make_batch(groups, truncated="as_is", unscored=True)
         temperature = self.stage.temperature
         if self.stage.kl == "full":
