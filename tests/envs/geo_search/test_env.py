@@ -51,7 +51,7 @@ def test_a_turn_is_one_action_tag_at_its_end(text: str, action: tuple[str, str] 
 def test_a_search_brings_one_tool_message_and_a_record(env: GeoSearch) -> None:
     seen = say(env, "<search>Belgium capital</search>")
     assert [m.role for m in seen.messages] == ["tool"] and not seen.done
-    assert seen.messages[0].content.startswith("Belgium: ") and "Brussels" in seen.messages[0].content
+    assert seen.messages[0].content.startswith("- Belgium: ") and "Brussels" in seen.messages[0].content
     (record,) = seen.tool_records
     assert (record.call.name, record.ok, record.turn) == ("search", True, 0)
     assert record.call.arguments == {"query": "Belgium capital", "k": 1}

@@ -122,7 +122,7 @@ def test_a_language_that_most_people_don_t_speak_is_not_the_main_one(world: Worl
     for iso in tables.NO_MAIN_LANGUAGE:
         assert world.facts.countries[iso].main_language is None
         assert f"country/{iso}/language" not in world.passages and f"country/{iso}/languages" in world.passages
-    assert world.passages["country/MG/languages"].line == "Madagascar: Languages: French and Malagasy."
+    assert world.passages["country/MG/languages"].line == "- Madagascar: Languages: French and Malagasy."
 
 
 def test_unique_cities_have_no_namesake_in_the_raw_rows(world: World, raw: Raw) -> None:

@@ -78,14 +78,14 @@ def test_a_place_is_found_by_its_other_name_however_it_is_written_and_by_no_othe
         return env.step(AssistantMessage(content=f"<search>{query}</search>")).messages[0].content
 
     line = found("Zwöllengà Brük capital")
-    assert line.startswith("Zwöllengà Brük: ") and "Oslo" in line and "Norway" not in line
+    assert line.startswith("- Zwöllengà Brük: ") and "Oslo" in line and "Norway" not in line
     assert found("zwollenga bruk capital") == line
     assert found("Zwöllengà Brük's capital") == line
     assert found("Zwöllenga Bru") == "No results."
-    assert not found("Zwöllengà capital").startswith("Zwöllengà")
+    assert not found("Zwöllengà capital").startswith("- Zwöllengà")
     env.reset(Task(id="u", messages=()), 0)  # the next task has none of it
     assert (
-        env.step(AssistantMessage(content="<search>Norway capital</search>")).messages[0].content.startswith("Norway")
+        env.step(AssistantMessage(content="<search>Norway capital</search>")).messages[0].content.startswith("- Norway")
     )
 
 

@@ -1,6 +1,6 @@
 """The passages, one short topic each, and the BM25 index over them.
 
-A passage reads `Title: text`. Facts about a place are spread over passages of one topic each, so that at k=1 a query
+A passage reads `- Title: text`. Facts about a place are spread over passages of one topic each, so that at k=1 a query
 has to name both the place and the attribute. Wording varies between places by a fixed hash.
 """
 
@@ -19,6 +19,9 @@ from upswing.envs.geo_search.names import join_names, number, stable_hash, token
 from upswing.envs.geo_search.tables import WORDINGS
 
 
+BULLET = "- "
+
+
 @dataclass(frozen=True)
 class Passage:
     """One searchable passage."""
@@ -30,8 +33,8 @@ class Passage:
 
     @property
     def line(self) -> str:
-        """As the agent sees it."""
-        return f"{self.title}: {self.text}"
+        """As the agent sees it. Behind the dash a name has the tokens that it has in a sentence (see `expert.act`)."""
+        return f"{BULLET}{self.title}: {self.text}"
 
 
 def word(topic: str, key: str, **values: str) -> str:

@@ -26,7 +26,7 @@ from upswing.verify.deadline import inline
 from upswing.verify.options import Amount, Share
 
 NO_RESULTS = "No results."
-INVALID = "Invalid. End with one <search>words</search> or one <answer>text</answer>."
+INVALID = "Invalid. End with one <search> words</search> or one <answer> text</answer>."
 _TAG = re.compile(r"<(/?)(search|answer)>")
 _MARKUP = re.compile(r"<(\s*/?\s*(?:search|answer)\s*|\|[^<>|]*\|)>", re.IGNORECASE)
 
@@ -91,7 +91,7 @@ class GeoSearch(Environment):
         return build_world(self.min_population, self.max_cities_per_country)
 
     def search(self, query: str, k: int) -> str:
-        """The tool: the k best passages for the query, one `Title: text` a line, or 'No results.'"""
+        """The tool: the k best passages for the query, one `- Title: text` a line, or 'No results.'"""
         return "\n".join(neutralise(p.line) for p in self.world.search(query, k)) or NO_RESULTS
 
     @inline

@@ -70,7 +70,7 @@ class Plan:
         working = "; ".join(f"{name} {fact}" for name, fact in zip(names, shown, strict=True))
         # The order is written too: a decision of its own, apart from copying a name.
         order = f"{shown[0]} {'>' if sizes[0] > sizes[1] else '<'} {shown[1]}"
-        return f"{working}. {order}.", names[sizes.index(max(sizes))]
+        return f"Facts: {working}. {order}.", names[sizes.index(max(sizes))]
 
     def _count_equal(self, values: Sequence[str]) -> tuple[str, str]:
         count, parts, to = 0, [], self.final["to"]
@@ -79,7 +79,16 @@ class Plan:
             count += hit
             # Both names side by side and then the word: told apart before anything is counted.
             parts.append(f"{name} {value}, {to} {'yes' if hit else 'no'} {count}")
-        return "; ".join(parts) + ".", str(count)
+        return f"Facts: {'; '.join(parts)}.", str(count)
+
+
+def act(verb: str, content: str) -> str:
+    """('search', 'Norway capital') -> '<search> Norway capital</search>'.
+
+    With the space a name has the tokens that it has in the question (`ĠNorway`), so that a small model only copies;
+    right behind the tag it would have to be spelt anew (`Nor`, `way`), and comes out as Norwood.
+    """
+    return f"<{verb}> {content}</{verb}>"
 
 
 def _size(fact: str) -> float:
@@ -156,9 +165,9 @@ class ScriptedExpert:
                 attempt = 0 if progressed else attempt + 1
         if len(values) == len(self.plan.steps):
             working, answer = self.plan.answer(values)
-            return f"{working} <answer>{answer}</answer>".strip()
+            return f"{working} {act('answer', answer)}".strip()
         query = self._query(len(values), values, attempt) if used < self.max_searches else None
-        return f"<answer>{UNKNOWN}</answer>" if query is None else f"<search>{query}</search>"
+        return act("answer", UNKNOWN) if query is None else act("search", query)
 
     def _query(self, index: int, values: list[str], attempt: int) -> str | None:
         good = self.plan.queries(index, values)

@@ -26,7 +26,7 @@ from upswing.trajectory.types import Message, Task
 KINDS = ("one_hop", "two_hop", "three_hop", "comparison", "count", "homonym", "distractor")
 EXERCISES = ("order",)
 """What only demonstrations are made of, when asked for by name."""
-SYSTEM = "Search: <search>words</search>. Give only the answer: <answer>...</answer>"
+SYSTEM = "Search: <search> words</search>. Give only the answer: <answer> ...</answer>"
 _PAIRS = 1500  # pairs and triples drawn per form: far more than anyone plays, few enough to hold
 _RATIO = 1.3  # a comparison is fair when the larger value is at least this much larger
 _DEGREES = 3.0

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from upswing.envs.geo_search.corpus import BULLET
 from upswing.envs.geo_search.names import fold
 from upswing.envs.geo_search.tables import WORDINGS
 
@@ -40,12 +41,12 @@ def read(relation: str, line: str, subject: str, qualifier: str | None) -> str |
 
 
 def _read(relation: str, line: str, subject: str, qualifier: str | None) -> str | None:
-    """What `line` ('Title: text') says about `relation` of `subject`; None when it says nothing of it.
+    """What `line` ('- Title: text') says about `relation` of `subject`; None when it says nothing of it.
 
     A title that adds a qualifier ('Valencia, Spain') is taken only for the qualifier asked for.
     """
     spec = RELATIONS[relation]
-    title, colon, text = line.partition(": ")
+    title, colon, text = line.removeprefix(BULLET).partition(": ")
     match = next((m for pattern in _patterns(relation) if (m := pattern.match(text))), None) if colon else None
     if match is None:
         return None
