@@ -228,6 +228,16 @@ def test_a_share_is_as_noisy_as_what_it_counts_is_few(name: str, count: int):
     assert Readings(History("rl", rows, facts=FACTS)).noise(name) == pytest.approx(0.5 / math.sqrt(count))
 
 
+@pytest.mark.parametrize(("probed", "count"), [(1, 1), (3, 3), (8, 8)])
+def test_a_share_of_the_probed_rows_is_as_noisy_as_these_are_few(probed: int, count: int):
+    """Of one row it is 0 or 1, whatever stood still so far; a step without such rows has no share."""
+    rows = [{"step": i, "displaced_frac": 1.0, "num_probed_good": probed, "num_trajectories": 64} for i in range(6)]
+    rows += [{"step": i, "displaced_frac": math.nan, "num_probed_good": 0} for i in range(6, 14)]
+    share = min(0.5, 1 / count)
+    noise = Readings(History("rl", rows, facts=FACTS)).noise("displaced_frac")
+    assert noise == pytest.approx(math.sqrt(share * (1 - share) / count))
+
+
 def test_drift_that_forks_nothing_is_no_fault():
     noted = [{**row, "num_drift_events": 200} for row in run("learns", 0, steps=30)[0]]
     assert judged(noted)["retokenisation_drift"].status == "ok"

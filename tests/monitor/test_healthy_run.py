@@ -11,7 +11,8 @@ from tests.monitor.test_detectors import judged, serious
 NAMES = ("success", "score_format", "invalid_call_frac", "tool_calls", "delta_good", "delta_good_first")
 NAMES += ("displaced_frac", "logprob_good", "entropy")
 UNITS = (64, 64, 1e3, 64, 1e4, 1e4, 100, 1e3, 1e3)
-"""What the table's numbers are divided by. Deltas and displaced are of one to three of the good attempts."""
+"""What the table's numbers are divided by. Deltas and displaced are of one to three of the good attempts. Attempts with
+an invalid call weren't logged then: at most those out of format, which stand for them."""
 TABLE = """
     27 51 120 125 -458 212 100 -92 272
     10 30 169 168 -1704 47 100 -80 232
@@ -67,6 +68,7 @@ def rows() -> list[Row]:
         row = {name: int(text) / unit for name, text, unit in zip(NAMES, line.split(), UNITS, strict=True)}
         success = row.pop("success")
         std = (success * (1 - success)) ** 0.5
+        row["invalid_attempt_frac"] = 1 - row["score_format"]
         row |= {"step": step, "reward": success, "score_strict_match": success, "reward_std": std}
         found.append({**row, "num_trajectories": 64.0})
     return found
@@ -80,24 +82,26 @@ def first(found: list[Row], mode: str, facts: dict[str, Any] = TINY) -> int | No
 def test_no_step_of_it_raises_an_alarm() -> None:
     healthy = rows()
     assert len(healthy) == 40
+    bare = [{name: value for name, value in row.items() if name != "score_format"} for row in healthy]
     for end in range(1, 41):
         assert not serious(judged(healthy[:end], TINY)), end
+        assert not serious(judged(bare[:end], TINY)), f"{end}, without `format` in its rubric"
 
 
 def test_the_same_calls_are_a_fault_where_more_attempts_are_hit_or_none_were_counted() -> None:
     """A third of the attempts are hit at steps 2 to 4 and at 17; what rises is how often each of them tries again."""
     healthy = rows()
-    hit = [{**row, "score_format": 0.8 - 1.2 * row["invalid_call_frac"]} for row in healthy]
-    unknown = [{name: value for name, value in row.items() if name != "score_format"} for row in healthy]
+    hit = [{**row, "invalid_attempt_frac": 0.2 + 1.2 * row["invalid_call_frac"]} for row in healthy]
+    unknown = [{name: value for name, value in row.items() if name != "invalid_attempt_frac"} for row in healthy]
     assert first(hit, MARKUP) == first(unknown, MARKUP) == 17
     fails = [{**row, "score_strict_match": 0.05, "reward": 0.05} if row["step"] > 14 else row for row in healthy]
     assert first(fails, MARKUP) in (17, 18), "success tells as well"
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_attempts_in_the_right_format_delay_nothing_where_markup_breaks(seed: int) -> None:
+def test_attempts_that_are_hit_delay_nothing_where_markup_breaks(seed: int) -> None:
     found = run("saturates", seed, steps=45, batch=(32, 64, 128, 512)[seed], fault=MARKUP)[0]
-    counted = [{**row, "score_format": 1 - row["invalid_call_frac"]} for row in found]
+    counted = [{**row, "invalid_attempt_frac": row["invalid_call_frac"]} for row in found]
     alone = first(found, MARKUP, FACTS)
     assert alone is not None and first(counted, MARKUP, FACTS) == alone
 

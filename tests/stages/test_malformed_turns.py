@@ -36,3 +36,5 @@ def test_malformed_turns_are_no_calls(
     values = batch_metrics([Group(task=TASK, trajectories=(one,))], [0.0])
     assert values["no_call_frac"] == (calls == 0) and values["tool_calls"] == calls
     assert values["invalid_call_frac"] == invalid_frac
+    with_a_good_one = [Group(task=TASK, trajectories=(one, played(CALL, CALL)))]
+    assert batch_metrics(with_a_good_one, [0.0, 0.0])["invalid_attempt_frac"] == (0.5 if invalid_frac else 0)

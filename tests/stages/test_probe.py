@@ -22,8 +22,8 @@ from .test_algorithms import recipe, run
 NEW = """
 tokens_good tokens_bad tokens_finished tokens_min tokens_max repetition distinct_4 unique_frac no_call_frac
 max_turns_frac empty_frac novelty reward_length_corr group_reward_std effective_frac same_first_turn_frac entropy_first
-entropy_later delta_good delta_good_first delta_bad displaced_frac ratio_p01 ratio_p99 ratio_p999 kl_clamped_frac
-grad_good grad_bad errored_frac unscored_frac probe_s
+entropy_later delta_good delta_good_first delta_bad displaced_frac num_probed_good invalid_attempt_frac
+ratio_p01 ratio_p99 ratio_p999 kl_clamped_frac grad_good grad_bad errored_frac unscored_frac probe_s
 """
 
 
@@ -62,6 +62,7 @@ def test_the_change_is_told_also_of_one_on_policy_update_whatever_the_engine_say
         "delta_good_first": np.concatenate(first).mean(),
         "delta_bad": np.concatenate(sunk).mean(),
         "displaced_frac": np.mean([values.sum() <= 0 for values in moved]),
+        "num_probed_good": len(good),
     }
     assert {name: found[name] for name in right} == {n: pytest.approx(v, abs=1e-5) for n, v in right.items()}
     assert found["delta_good"] > 0 > found["delta_bad"]
@@ -106,7 +107,8 @@ def test_where_nothing_changed_nothing_is_said_of_a_change() -> None:
     assert skipped.keys() == warming_up.keys() == {"probe_s"}
     with_kl = Learner(tiny(), lr=0.01, ref_model=tiny(seed=1))
     found = Probe(with_kl, rows, temperature=1.0).after([], 1, with_kl.rl_update(rows, kl_coef=1.0))
-    assert all(math.isnan(value) for name, value in found.items() if name != "probe_s") and "delta_good" in found
+    assert found.pop("num_probed_good") == 0 and "delta_good" in found
+    assert all(math.isnan(value) for name, value in found.items() if name != "probe_s")
 
 
 # -- first turns ------------------------------------------------------------

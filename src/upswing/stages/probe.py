@@ -68,6 +68,7 @@ class Probe:
             "delta_good_first": _pooled([change[i][first[i] == 0] for i in good]),
             "delta_bad": _pooled([change[i] for i in bad]),
             "displaced_frac": mean([change[i].sum() <= 0.0 for i in good]),
+            "num_probed_good": len(good),
         }
 
 

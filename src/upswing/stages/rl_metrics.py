@@ -49,6 +49,7 @@ def batch_metrics(
         "turns": mean([record.turns for record in counted]),
         "tool_calls": mean([record.tool_calls for record in counted]),
         "invalid_call_frac": sum(record.invalid_calls for record in counted) / tried if tried else math.nan,
+        "invalid_attempt_frac": mean([record.invalid_calls > 0 for record in counted]),
         "duplicate_call_frac": sum(record.duplicate_calls for record in counted) / calls if calls else math.nan,
         "no_call_frac": mean([record.tool_calls == 0 for record in counted]),
         "truncated_frac": mean([record.outcome == Outcome.TRUNCATED for record in counted]),

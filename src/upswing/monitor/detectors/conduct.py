@@ -235,8 +235,8 @@ def repeated_calls(r: Readings) -> Verdict | None:
 
 def control_token_collapse(r: Readings) -> Verdict | None:
     """Markup breaks: under 75 % of the calls are valid and they get worse (arXiv 2606.26027). Up to a half only where
-    nothing is gained and success falls or, as `format` counts them, more attempts are hit: one that is stuck makes the
-    same bad call again and again, so that the share of calls may rise alone."""
+    nothing is gained and success falls or more attempts are hit: one that is stuck makes the same bad call again and
+    again, so that the share of calls may rise alone."""
     _with_tools(r)
     bad = r.shift("invalid_call_frac")
     worse = bad.now >= 0.25 and r.rose("invalid_call_frac", 0.15)
@@ -244,13 +244,13 @@ def control_token_collapse(r: Readings) -> Verdict | None:
     if not (worse or never):
         return None
     since = r.left("invalid_call_frac", 1) if worse else int(r.known("invalid_call_frac").steps[0])
-    more_hit = not r.has("score_format") or r.fell("score_format", 0, 2)
+    more_hit = not r.has("invalid_attempt_frac") or r.rose("invalid_attempt_frac", 0, 2)
     if bad.now < 0.5 and (r.paid(since) or not (more_hit or r.dropped)):
         return None
     severity: Severity = "critical" if worse and (bad.now >= 0.5 or r.dropped) else "warning"
     evidence = [told("share of calls that are invalid:", bad, "0.25"), told("success", r.shift("success"))]
     for name, what in (
-        ("score_format", "share of attempts in the right format:"),
+        ("invalid_attempt_frac", "share of attempts with an invalid call:"),
         ("empty_frac", "share of empty attempts:"),
         ("entropy", "entropy"),
         ("kl", "KL to the reference"),

@@ -130,7 +130,8 @@ class Readings:
             floor = 0.5 / math.sqrt(fact(self.facts, "eval_tasks", 64))
         elif name.endswith("_frac") or name.startswith("score_") or name == "mi_retrieval":
             count = self._behind(name, count if count > 0 else 64.0)
-            share = min(max(level, 1 / count), 1 - 1 / count)
+            edge = min(0.5, 1 / count)
+            share = min(max(level, edge), 1 - edge)
             floor = math.sqrt(max(0.0, share * (1 - share)) / count)
         elif name == "mi_share":
             floor = 0.5 / math.sqrt(self.now("mi_pairs"))
@@ -141,7 +142,9 @@ class Readings:
         if name in OF_GROUPS:
             return max(1.0, trajectories / fact(self.facts, "group_size", 8))
         if name == "displaced_frac":
-            return max(4.0, trajectories / 16)
+            probed = self.known("num_probed_good").values[-WINDOW:]
+            probed = probed[probed > 0]  # in the other steps there is no such share
+            return median(probed) if len(probed) else max(4.0, trajectories / 16)
         return self.now("mi_pairs") if name == "mi_retrieval" and self.has("mi_pairs") else trajectories
 
     def shift(self, name: str, newest: int = NOW) -> Shift:
