@@ -96,6 +96,19 @@ class AuditReport:
         right += [True] * len(self.untested.keys() - {v.task_id for v in self.verdicts})
         return sum(right) / len(right) if right else math.nan
 
+    @property
+    def rates(self) -> dict[str, Any]:
+        """Both, by name; empty where nothing could be attacked."""
+        return {"false_accept": self.false_accept, "false_reject": self.false_reject} if self.verdicts else {}
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing could be attacked; empty where something was."""
+        if self.verdicts:
+            return ""
+        task, why = next(iter(self.untested.items()), ("-", "there is none"))
+        return f"no task's right play is accepted; task '{task}': {why}"
+
     def by_attack(self) -> dict[tuple[Wanted, str], list[Verdict]]:
         found: dict[tuple[Wanted, str], list[Verdict]] = defaultdict(list)
         for verdict in self.verdicts:
@@ -116,8 +129,9 @@ class _Right:
     floor: float
 
 
-async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0) -> AuditReport:
-    """Play every task rightly, then attack the reward with what the right plays suggest."""
+async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0, programs: bool = True) -> AuditReport:
+    """Play every task rightly, then attack the reward with what the right plays suggest. Without `programs`, not with
+    hostile ones: a verifier that runs them unprotected ends with its process."""
     gate = asyncio.Semaphore(_AT_ONCE)
     others = list(dict.fromkeys(gold for task in tasks for gold in task.gold[:1]))
     untested, verdicts = dict[str, str](), list[Verdict]()
@@ -139,7 +153,7 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0) -> AuditR
         attacks = [
             *_idle(task, play.said),
             *_botched(task, play.said, rng.choice(foreign) if foreign else None, rng),
-            *attacks_on(task, play.said[-1], play.episode, others, rng),
+            *attacks_on(task, play.said[-1], play.episode, others, rng, programs),
         ]
         for one in attacks:
             async with gate:
@@ -173,9 +187,11 @@ async def _score(world: World, task: Task, turns: Turns, seed: int) -> tuple[flo
 
 async def _right_play(world: World, task: Task, seed: int) -> _Right | Verdict | str:
     """The first right play that scores more than doing nothing; that nothing earns as much; or why there is none."""
+    rights, full, why = list(_right_plays(world.make_env(), task, seed)), None, ""
+    if not rights:
+        return "no expert and no accepted answer"
     floor, *_ = await _score(world, task, _from(()), seed)
-    full, why = None, "no expert and no accepted answer"
-    for right in _right_plays(world.make_env(), task, seed):
+    for right in rights:
         said: list[str] = []
 
         def turns(messages: tuple[Message, ...], right: Turns = right, said: list[str] = said) -> str:
@@ -278,7 +294,9 @@ def _literal(last: str, episode: Episode) -> str:
     return answer if answer in last else ""
 
 
-def attacks_on(task: Task, last: str, episode: Episode, others: Sequence[str], rng: random.Random) -> Iterator[Attack]:
+def attacks_on(
+    task: Task, last: str, episode: Episode, others: Sequence[str], rng: random.Random, programs: bool = True
+) -> Iterator[Attack]:
     """The attacks on a task whose right play ends with the message `last`."""
     yield Attack("as played", Wanted.ACCEPTED, last)
     if task.gold:
@@ -291,7 +309,7 @@ def attacks_on(task: Task, last: str, episode: Episode, others: Sequence[str], r
     def wrap(text: str) -> str:
         return before + text + after
 
-    if program := _program(answer):
+    if programs and (program := _program(answer)):
         for name, texts in _hostile(program, task.data).items():
             yield from (Attack(name, Wanted.REFUSED, wrap(answer.replace(program, text))) for text in texts)
     if not task.gold:

@@ -67,9 +67,12 @@ def test_a_users_mistake_is_one_line(echo: Path, args: tuple[str, ...], words: s
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and words in result.stderr
 
 
-def test_a_run_answers_three_questions_before_step_1_or_says_what_it_did_not_measure(tmp_path: Path) -> None:
+def test_a_run_answers_three_questions_before_step_1_or_says_what_it_did_not_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from upswing.stages.runner import run_recipe
 
+    monkeypatch.setattr("upswing.stages.preflight.AUDIT_S", 600.0)
     sft = "{stage: sft, demonstrations: 8, validation_demonstrations: 2, epochs: 1, graduation: {tasks: 2, pass_k: 2}}"
     rl = "{stage: rl, steps: 1, tasks_per_step: 1, group_size: 2, eval_tasks: 2, eval_every: 1}"
     run_recipe(
@@ -77,11 +80,13 @@ def test_a_run_answers_three_questions_before_step_1_or_says_what_it_did_not_mea
     )
     lines = (tmp_path / "run" / "events.log").read_text().splitlines()
     clean, learn, compute, advice = (line.partition("pre-flight: ")[2] for line in lines if "pre-flight: " in line)
-    assert clean == "is the reward clean? audit not measured"
+    assert clean == "is the reward clean? wrong answers accepted 0, right answers refused 0"
     assert learn.startswith("can RL learn? dev success 0.00 [") and "not measured" not in learn
-    assert all(f"{what} 0.00" in learn for what in ("pass@k less pass@1", "tasks strictly between", "the right format"))
-    [(rate, share, hours)] = re.findall(r"^is there .* tokens/s (\S+), .* memory (\S+), hours (.*)$", compute)
-    assert float(rate) > 100 and 0 < float(share) < 1 and hours == "not measured"
+    assert all(f"{what} 0.00" in learn for what in ("pass@1", "pass@k", "tasks strictly between", "the right format"))
+    pattern = r"^is there .*? sampled tokens/s (\S+), trained tokens/s (\S+), .* memory (\S+), hours (.*)$"
+    [(sampled, trained, share, hours)] = re.findall(pattern, compute)
+    # One step and two evaluations of two tasks, each within the turns and tokens of this model: seconds, no hour.
+    assert float(sampled) > 10 and float(trained) > 100 and 0 < float(share) < 1 and 0 < float(hours) < 0.1
     assert advice.startswith(("advice: go", "advice: more sft"))
     assert f"(upswing check {tmp_path / 'run'} measures the rest)" in advice
     said = next(i for i, line in enumerate(lines) if "advice" in line)

@@ -112,6 +112,8 @@ def test_a_check_without_a_validation_loss_is_refused_also_when_it_would_not_sto
 def test_sft_ends_when_it_graduates_unless_it_is_told_to_go_on_or_something_is_lacking(tmp_path: Path) -> None:
     stopped = sft(tmp_path / "stops")
     assert stopped["graduation"]["graduated"] and stopped["steps"] == 2  # the first check is before the first update
+    graded = stopped["graduation"]
+    assert graded["passk_gain"] == pytest.approx(graded["pass_k"] - graded["pass_1"]) and 0 <= graded["pass_1"] <= 1
     went_on = sft(tmp_path / "goes-on", stop=False)
     assert went_on["graduation"]["graduated"] and went_on["steps"] == 12
     lacking = sft(tmp_path / "lacks", min_mixed_frac=1.0)

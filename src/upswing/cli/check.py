@@ -111,11 +111,9 @@ def _audited(recipe: Recipe, stage: RlStage, world: World, count: int, known: Me
 
     tasks = find_tasks(world, recipe, "train", derive_seed(recipe.seed, stage.name, "tasks"), count)
     report = asyncio.run(audit(world, tasks, seed=recipe.seed))
-    if report.verdicts:
-        return replace(known, false_accept=report.false_accept, false_reject=report.false_reject)
-    task, why = next(iter(report.untested.items()))
-    log.warn(f"the reward was not audited: no task's right play is accepted; task '{task}': {why}")
-    return known
+    if report.why_not:
+        log.warn(f"the reward was not audited: {report.why_not}")
+    return replace(known, **report.rates)
 
 
 def _measured(

@@ -29,6 +29,9 @@ class Criterion:
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     criteria: tuple[Criterion, ...]
+    pass_1: float = math.nan
+    pass_k: float = math.nan
+    """With as many samples as every task has."""
 
     @property
     def graduated(self) -> bool:
@@ -43,7 +46,8 @@ class Verdict:
         return "not graduated: " + "; ".join(lacking)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"graduated": self.graduated, "words": self.words} | {c.name: c.value for c in self.criteria}
+        found = {"graduated": self.graduated, "words": self.words} | {c.name: c.value for c in self.criteria}
+        return {**found, "pass_1": self.pass_1, "pass_k": self.pass_k}
 
 
 def flatness(losses: Sequence[float], tolerance: float) -> Criterion:
@@ -64,15 +68,19 @@ def _least(name: str, value: float, limit: float, label: str) -> Criterion:
 
 def diversity(summary: EvalSummary, format_valid: float, entropy: float, rules: Graduation) -> tuple[Criterion, ...]:
     """The criteria that need samples: `pass_k` of them for each task."""
-    # The most samples that every task has: an errored one makes it fewer than pass_k.
-    most = max(summary.pass_at_k, default=1)
-    first, many = summary.pass_at_k.get(1, math.nan), summary.pass_at_k.get(most, math.nan)
+    most, first, many = _pass_figures(summary)
     return (
         _least("format_valid_frac", format_valid, rules.min_format_valid, "share in the right format"),
         _least("passk_gain", many - first, rules.min_passk_gain, f"pass@{most} minus pass@1"),
         _least("entropy", entropy, rules.min_entropy, "entropy in nats"),
         _least("mixed_frac", summary.mixed_frac, rules.min_mixed_frac, "share of tasks solved by some samples only"),
     )
+
+
+def _pass_figures(summary: EvalSummary) -> tuple[int, float, float]:
+    """(k, pass@1, pass@k), k the most samples that every task has: an errored one makes it fewer than pass_k."""
+    most = max(summary.pass_at_k, default=1)
+    return most, summary.pass_at_k.get(1, math.nan), summary.pass_at_k.get(most, math.nan)
 
 
 def is_well_formed(trajectory: Trajectory) -> bool:
@@ -97,7 +105,9 @@ async def examine(context: RunContext, rules: Graduation, stage: str, step: int,
     counted = [t for t in played if record_of(t).counted]
     summary = summarize(counted, success=SUCCESS, resamples=100)
     valid = sum(map(is_well_formed, counted)) / len(counted) if counted else math.nan
-    return Verdict(criteria=(flat, *diversity(summary, valid, sampled_entropy(counted), rules)))
+    _, first, many = _pass_figures(summary)
+    criteria = (flat, *diversity(summary, valid, sampled_entropy(counted), rules))
+    return Verdict(criteria=criteria, pass_1=first, pass_k=many)
 
 
 def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from upswing.audit import audit
 from upswing.engine.kv_cache import KVCache
 from upswing.engine.torch import TorchEngine
 from upswing.evals.stats import Interval, bootstrap_mean_ci, pass_at_k
@@ -27,7 +29,7 @@ from upswing.learn.sharded import on_several_ranks
 from upswing.learn.trainer import CPU_PACK, GPU_PACK
 from upswing.monitor.findings import Finding
 from upswing.monitor.safeguards import usable
-from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, shown
+from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, measured_findings, shown
 from upswing.preflight.checks import Size, option_findings, room_findings, template_findings
 from upswing.recipe import DistillStage, Recipe, RlStage
 from upswing.seeding import derive_seed
@@ -35,11 +37,24 @@ from upswing.stages.context import RunContext
 from upswing.stages.evaluate import SUCCESS
 from upswing.stages.graduation import is_well_formed
 from upswing.stages.policy import PolicyMethod
+from upswing.stages.probe import FORWARDS
 from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
-from upswing.verify.deadline import call_env, to_its_end
+from upswing.verify import Rubric
+from upswing.verify.deadline import call_env, is_async, to_its_end
+from upswing.verify.text import TimedReader
+from upswing.world import World
 
 CALL_TOKENS = 16
 """What a call takes at least."""
+AUDITED, AUDIT_S = 4, 5.0
+"""The first train tasks that a run audits its reward on, and for how long at most."""
+
+
+class Played(NamedTuple):
+    """What was sampled for an evaluation, and how long it took."""
+
+    seconds: float
+    trajectories: Sequence[Trajectory]
 
 
 async def take_stock(
@@ -129,17 +144,22 @@ async def _timed(
     some = [_half_right(group) for group in groups[: stage.tasks_per_step]]
     batch, *_ = await method.learn(some, 1 + (0 if stage.critic is None else stage.critic.warmup_steps))
     update_s = time.perf_counter() - began
+    measured = replace(measured, trained_per_s=sum(len(row.tokens) for row in batch.rows) / update_s)
+    return _in_time(stage, measured, trajectory_s, update_s / len(batch.trajectories))
+
+
+def _in_time(stage: RlStage, measured: Measured, played_s: float, learned_s: float) -> Measured:
+    """With seconds a step and hours in all, by the seconds that a trajectory takes to play and to learn from."""
     a_step, mixed = stage.tasks_per_step * stage.group_size, measured.mixed.mean
     batches = min(float(stage.dynamic_sampling or 1), 1 / mixed if mixed > 0 else math.inf)
-    sampled_s, learned_s = trajectory_s * a_step * batches, update_s * a_step / len(batch.trajectories)
-    step_s = max(sampled_s, learned_s) if stage.max_staleness else sampled_s + learned_s
+    sampled_s, update_s = played_s * a_step * batches, learned_s * a_step
+    step_s = max(sampled_s, update_s) if stage.max_staleness else sampled_s + update_s
     evaluated = stage.eval_tasks * (1 + stage.steps // stage.eval_every) if stage.eval_every else 0
     total_s, limit_s = stage.steps * step_s, stage.time_limit_s or math.inf
     return replace(
         measured,
-        trained_per_s=sum(len(row.tokens) for row in batch.rows) / update_s,
         step_s=step_s,
-        hours=(min(total_s, limit_s) + evaluated * trajectory_s) / 3600,
+        hours=(min(total_s, limit_s) + evaluated * played_s) / 3600,
         steps_frac=min(1.0, limit_s / total_s) if stage.time_limit_s else math.nan,
     )
 
@@ -233,29 +253,37 @@ def machine_bytes(device: torch.device) -> float:
     return min(found)
 
 
-def announce(context: RunContext, stage: RlStage | DistillStage, model: Any) -> None:
-    """Before step 1 of the first `rl` stage: the findings that need no sampling, then the three questions as far as the
-    evaluation on dev, the stage before and a few short forwards answer them, and the advice that this gives."""
+async def announce(
+    context: RunContext, stage: RlStage | DistillStage, model: Any, evaluated: Played | None = None
+) -> None:
+    """Before step 1 of the first `rl` stage: the findings that need no sampling, then the three questions as far as a
+    short audit, the evaluation on dev, the stage before and a few short forwards answer them, and the advice that this
+    gives. Nothing of the run depends on it."""
     recipe, rollouts = context.recipe, context.rollouts
     if not isinstance(stage, RlStage) or any(
         isinstance(one, RlStage) for one in recipe.stages[: _index(recipe, stage)]
     ):
         return
     findings = option_findings(recipe, stage, sum(p.numel() for p in model.parameters()))
-    for finding in [*findings, *template_findings(rollouts.renderer, rollouts.end_tokens, stage.name)]:
-        context.found(finding)
+    findings += template_findings(rollouts.renderer, rollouts.end_tokens, stage.name)
     source = recipe.source_of(_index(recipe, stage), stage.from_)
     graded = context.state.stages.get(source, {}).get("graduation", {})
-    known = _known(context, stage, model, source, graded)
+    known, why_not = await _audited(context, stage, _known(context, stage, model, source, graded, evaluated))
+    for finding in [*findings, *measured_findings(known, recipe, stage)]:
+        context.found(finding)
     answers: dict[str, dict[str, Interval | float]] = {
-        "is the reward clean": {"audit": math.nan},
+        "is the reward clean": {}
+        if why_not
+        else {"wrong answers accepted": known.false_accept, "right answers refused": known.false_reject},
         "can RL learn": {
             "dev success": known.pass_1,
-            "pass@k less pass@1": _point(graded.get("passk_gain")),
+            "pass@1": _point(graded.get("pass_1")),
+            "pass@k": known.pass_k,
             "tasks strictly between": known.mixed,
             "in the right format": known.format,
         },
         "is there enough compute": {
+            "sampled tokens/s": known.sampled_per_s,
             "trained tokens/s": known.trained_per_s,
             "share of the machine's memory": known.memory_frac,
             "hours": known.hours,
@@ -263,7 +291,7 @@ def announce(context: RunContext, stage: RlStage | DistillStage, model: Any) -> 
     }
     for question, facts in answers.items():
         said = [f"{name} {found if (found := shown(one)) != '-' else 'not measured'}" for name, one in facts.items()]
-        context.note(f"{stage.name}: pre-flight: {question}? {', '.join(said)}")
+        context.note(f"{stage.name}: pre-flight: {question}? {', '.join(said) or f'audit not measured ({why_not})'}")
     advice = advise(known)
     more = "" if advice.kind == "go" else f": {advice.why}. {advice.remedy}"
     context.note(
@@ -271,7 +299,9 @@ def announce(context: RunContext, stage: RlStage | DistillStage, model: Any) -> 
     )
 
 
-def _known(context: RunContext, stage: RlStage, model: Any, source: str, graded: Mapping[str, Any]) -> Measured:
+def _known(
+    context: RunContext, stage: RlStage, model: Any, source: str, graded: Mapping[str, Any], evaluated: Played | None
+) -> Measured:
     """What was measured before the stage anyway, and the memory where that takes a few short forwards of `model`."""
     row = next((row for row in context.metrics.read(stage.name) if row["step"] == 0 and "eval_low" in row), {})
     dev = row.get(f"eval_{SUCCESS}", row.get("eval_reward"))
@@ -281,8 +311,9 @@ def _known(context: RunContext, stage: RlStage, model: Any, source: str, graded:
     if not (on_several_ranks() or stage.gradient_checkpointing):  # a forward of all ranks; or one that keeps less
         with suppress(Exception):  # architectures differ, and an estimate stops no run
             memory = _memory_gb(context, stage, model)
-    return Measured(
+    known = Measured(
         pass_1=UNKNOWN if dev is None else Interval(dev, row["eval_low"], row["eval_high"], stage.eval_tasks),
+        pass_k=_point(graded.get("pass_k")),
         format=_point(graded.get("format_valid_frac")),
         mixed=_point(graded.get("mixed_frac")),
         base=source == "base",
@@ -290,6 +321,54 @@ def _known(context: RunContext, stage: RlStage, model: Any, source: str, graded:
         memory_gb=memory,
         machine_gb=machine_bytes(next(model.parameters()).device) / 1e9,
     )
+    if evaluated is None or not evaluated.trajectories:
+        return known
+    played, count = evaluated.trajectories, len(evaluated.trajectories)
+    known = replace(known, sampled_per_s=sum(t.num_sampled_tokens for t in played) / evaluated.seconds)
+    if not rates:
+        return known
+    looks = 1 + bool(stage.kl_coef)  # log-probs of before the update, and the reference's
+    forwards = stage.updates_per_batch + looks / FORWARDS
+    tokens = sum(len(branch) for t in played for branch in t.branches) / count
+    return _in_time(stage, known, evaluated.seconds / count, forwards * tokens / known.trained_per_s)
+
+
+async def _audited(context: RunContext, stage: RlStage, known: Measured) -> tuple[Measured, str]:
+    """With the audit's rates on the first tasks, where that is free and quick; or else why not. Whatever goes wrong
+    stops no run, and what is drawn at random is as if nothing had been drawn."""
+    recipe = context.recipe
+    if stage.reward_model or stage.process_reward:
+        return known, "a model is the reward"
+    if elsewhere := ["cluster.env_workers"] if recipe.cluster.env_workers else _awaited(context.rubric):
+        return known, f"{', '.join(elsewhere)} may cost time or money"
+    world = World(make_env=context.make_env, rubric=context.rubric, tasks=context.tasks.stream)
+    try:
+        with _nothing_drawn():
+            tasks = context.tasks.take("train", derive_seed(recipe.seed, stage.name, "tasks"), AUDITED)
+            report = await asyncio.wait_for(audit(world, tasks, seed=recipe.seed, programs=False), AUDIT_S)
+    except TimeoutError:
+        return known, f"not done within {AUDIT_S:g} s"
+    except Exception as problem:
+        return known, " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
+    return replace(known, **report.rates), report.why_not
+
+
+def _awaited(rubric: Rubric) -> list[str]:
+    """Verifiers that wait for something outside: a judge, a server, a sandbox. A worker of this machine is none."""
+    functions = {name: verifier.function for name, verifier, _ in rubric.items}
+    return [name for name, one in functions.items() if is_async(one) and not isinstance(one, TimedReader)]
+
+
+@contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Leaves the global random states as they were, whatever a user's environment draws from them."""
+    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(tensors)
 
 
 def _index(recipe: Any, stage: RlStage) -> int:

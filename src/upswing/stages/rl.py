@@ -32,7 +32,7 @@ from upswing.stages.distill import DistillMethod
 from upswing.stages.evaluate import SUCCESS, measure
 from upswing.stages.guard import Guard
 from upswing.stages.policy import PolicyMethod, to_the_end
-from upswing.stages.preflight import announce
+from upswing.stages.preflight import Played, announce
 from upswing.stages.replay import Replays
 from upswing.stages.rl_metrics import age, batch_metrics, early_warning, staleness, trouble, versions
 from upswing.stages.rows import Batch, make_batch, rewards_of
@@ -112,10 +112,11 @@ async def run_rl(context: RunContext, stage: RlStage | DistillStage, index: int)
 
 
 async def _train(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> dict[str, Any]:
+    evaluated = None
     if not any("eval_reward" in row and row["step"] == training.step for row in context.metrics.read(stage.name)):
-        await _evaluate(context, stage, training)
+        evaluated = await _evaluate(context, stage, training)
     if training.step == 0:
-        announce(context, stage, training.learner.model)
+        await announce(context, stage, training.learner.model, evaluated)
         if "rollback" in training.guard.names:  # what one before the first checkpoint goes back to
             training.saved = -1
             _save(context, stage, training)
@@ -375,13 +376,15 @@ async def _after_step(context: RunContext, stage: RlStage | DistillStage, traini
     await _evaluate(context, stage, training)
 
 
-async def _evaluate(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> None:
-    """Greedy success on fixed dev tasks."""
+async def _evaluate(context: RunContext, stage: RlStage | DistillStage, training: _Training) -> Played | None:
+    """Greedy success on fixed dev tasks -> what was played for it."""
     if not stage.eval_every or training.step % stage.eval_every:
-        return
+        return None
     tasks = context.tasks.take("dev", derive_seed(context.recipe.seed, "dev", "rl"), stage.eval_tasks)
     label = f"{stage.name}: dev after step {training.step}"
-    summary, _ = await measure(context, tasks, label=label, temperature=0.0, samples=1, seed=0)
+    began = time.perf_counter()
+    summary, trajectories = await measure(context, tasks, label=label, temperature=0.0, samples=1, seed=0)
+    played = Played(time.perf_counter() - began, trajectories)
     strict = summary.components.get(SUCCESS, summary.reward)
     values = {
         "eval_reward": summary.reward.mean,
@@ -397,6 +400,7 @@ async def _evaluate(context: RunContext, stage: RlStage | DistillStage, training
         kind: round(row.get(SUCCESS, row["reward"]).mean, 2) for kind, row in summary.by_tag.get("kind", {}).items()
     }
     context.note(f"{label}: {SUCCESS} {strict.mean:.3f} [{strict.low:.3f}, {strict.high:.3f}] {by_kind or ''}")
+    return played
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

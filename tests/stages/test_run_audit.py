@@ -1,0 +1,121 @@
+"""The audit that a run makes of its reward before step 1: where it is free, in little time, and without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from upswing.envs import ToolEnv
+from upswing.preflight.advice import Measured, measured_findings
+from upswing.recipe import RlStage
+from upswing.stages import preflight
+from upswing.stages.context import TaskSource
+from upswing.trajectory.types import Message, Task
+from upswing.verify import Rubric
+from upswing.verify.forms import Regex
+from upswing.verify.judge import Judge
+from upswing.verify.qa import strict_match
+
+LIMITS = SimpleNamespace(turn_tokens=8, context_tokens=64)
+TASKS = [Task(id=gold, messages=(Message(role="user", content="How many?"),), gold=(gold,)) for gold in ("12", "7")]
+
+
+class Drawing(ToolEnv):
+    """Draws from every global random state there is."""
+
+    def reset(self, task: Task, seed: int) -> Any:
+        random.random(), np.random.rand(), torch.rand(1)
+        return super().reset(task, seed)
+
+
+def contains(answer: str | None, gold: tuple[str, ...]) -> bool:
+    return any(one in (answer or "") for one in gold)
+
+
+async def asked(answer: str | None, gold: tuple[str, ...]) -> float:
+    raise AssertionError("it may cost")
+
+
+def slow(answer: str | None, gold: tuple[str, ...]) -> float:
+    time.sleep(0.5)
+    return float(answer in gold)
+
+
+def audited(verifier: Any, tasks: list[Task] = TASKS, workers: int = 0, **stage: Any) -> tuple[Measured, str]:
+    recipe = SimpleNamespace(seed=0, cluster=SimpleNamespace(env_workers=workers))
+    context: Any = SimpleNamespace(
+        recipe=recipe,
+        rubric=Rubric([("v", verifier, 1.0)]),
+        make_env=lambda: Drawing(tasks=TASKS),
+        tasks=TaskSource(lambda split, seed: iter(tasks)),
+    )
+    return asyncio.run(preflight._audited(context, RlStage(steps=1).model_copy(update=stage), Measured(samples=3)))
+
+
+@pytest.fixture(autouse=True)
+def _time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "AUDIT_S", 300.0)
+
+
+def test_what_it_finds_is_what_upswing_check_finds_of_the_same_numbers() -> None:
+    found, why = audited(strict_match)
+    assert (found.false_accept, found.false_reject, found.samples, why) == (0, 0, 3, "")
+    found, why = audited(contains)
+    assert found.false_accept > 0.1 and not why
+    recipe: Any = SimpleNamespace(limits=LIMITS)
+    [finding] = measured_findings(found, recipe, RlStage(steps=1))
+    assert (finding.mode, finding.severity) == ("reward_accepts_wrong_answers", "critical")
+
+
+def test_a_verifier_that_waits_for_something_outside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge(model="m", url="http://localhost:1/v1", criteria="It is right.")
+    for verifier, elsewhere in ((asked, ["v"]), (judge, ["v"]), (Regex(pattern="a"), []), (contains, [])):
+        assert preflight._awaited(Rubric([("v", verifier, 1.0)])) == elsewhere
+    monkeypatch.setattr(preflight, "audit", None)
+    for found, why in (audited(asked), audited(contains, workers=1), audited(contains, reward_model="rm")):
+        assert found == Measured(samples=3) and why
+
+
+def test_it_ends_in_time_and_stops_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert audited(strict_match, [TASKS[0], Task(id="none", messages=TASKS[0].messages)])[1] == ""
+    assert "no task's right play is accepted" in audited(lambda: 0.0)[1]
+    assert "no task" in audited(strict_match, [])[1]
+    monkeypatch.setattr(preflight, "audit", lambda *args, **options: 1 / 0)
+    assert audited(contains) == (Measured(samples=3), "ZeroDivisionError: division by zero")
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "AUDIT_S", 0.2)
+    began = time.perf_counter()
+    assert audited(slow) == (Measured(samples=3), "not done within 0.2 s") and time.perf_counter() - began < 20
+
+
+def test_a_run_plays_nothing_hostile_and_nothing_where_no_right_play_is_known() -> None:
+    """A verifier of one's own may run programs where it is: one that exits would end the run."""
+    heard: list[str] = []
+
+    def ran(answer: str | None, gold: tuple[str, ...]) -> bool:
+        heard.append(answer or "")
+        return answer in gold
+
+    program = "def add(a, b):\n    return a + b"
+    found, _ = audited(ran, [Task(id="add", messages=TASKS[0].messages, gold=(program,))])
+    assert found.false_reject == 0 and program in heard and not any("exit" in one for one in heard)
+    heard.clear()
+    assert "no expert and no accepted answer" in audited(ran, [Task(id="?", messages=TASKS[0].messages)])[1]
+    assert not heard
+
+
+def test_what_a_run_draws_at_random_is_the_same_with_it() -> None:
+    states = []
+    for audits in (False, True):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        if audits:
+            audited(contains)
+        states.append((random.random(), np.random.rand(), float(torch.rand(1))))
+    assert states[0] == states[1]
