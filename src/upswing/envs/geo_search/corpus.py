@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from upswing.envs.geo_search.facts import City, Country, Facts, load_facts
 from upswing.envs.geo_search.names import join_names, number, stable_hash, tokenize, with_the
 from upswing.envs.geo_search.tables import WORDINGS
-
 
 BULLET = "- "
 
@@ -126,10 +125,6 @@ class World:
     index: Index
     by_line: Mapping[str, str]
     """Passage as shown -> its id."""
-    words: Set[str] = frozenset()
-    """Every word that the passages are found by."""
-    spare: Sequence[str] = ()
-    """Towns' names that no passage has a word of."""
 
     def search(self, query: str, k: int) -> tuple[Passage, ...]:
         return self.index.search(query, k)
@@ -153,6 +148,4 @@ def _build_world(min_population: int, max_cities_per_country: int) -> World:
     for city in facts.cities.values():
         passages.extend(_city_passages(city, facts))
     by_id: dict[str, Any] = {p.id: p for p in passages}
-    words = {token for p in passages for token in tokenize(p.line)}
-    spare = [name for name in facts.towns if not words.intersection(tokenize(name))]
-    return World(facts, by_id, Index(tuple(passages)), {p.line: p.id for p in passages}, words, spare)
+    return World(facts, by_id, Index(tuple(passages)), {p.line: p.id for p in passages})

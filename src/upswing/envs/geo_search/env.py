@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from upswing.envs.base import AssistantMessage, Environment, Expert, Observation, check_split
-from upswing.envs.geo_search import renaming
 from upswing.envs.geo_search.corpus import World, build_world
 from upswing.envs.geo_search.expert import Plan, ScriptedExpert
 from upswing.envs.geo_search.facts import require_packages
@@ -54,8 +53,7 @@ class GeoSearch(Environment):
 
     Options: `k` passages a search; `max_searches`, after which the next turn must answer; `max_invalid` malformed
     turns in a row end the episode; `kinds`, a list of question kinds or a mapping of weights (`order`, an exercise with
-    nothing to search for, comes only when named); `renamed`, the share of the train split's tasks whose places bear
-    made-up names, to teach copying; `min_population` and `max_cities_per_country` choose the cities;
+    nothing to search for, comes only when named); `min_population` and `max_cities_per_country` choose the cities;
     `expert_noise`, the chance of a careless first query a hop in demonstrations, and `expert_typos`, whether
     misspelling is one of its habits.
     Raises ConfigError for a wrong option or when the extra `search` isn't installed.
@@ -65,13 +63,12 @@ class GeoSearch(Environment):
     protocol = "tags"
     answers_as_tool = True
     """Its answers are tool messages, which the chat template must have a place for."""
-    task_options = frozenset({"kinds", "renamed"})
+    task_options = frozenset({"kinds"})
     play_options = frozenset({"k", "max_invalid", "expert_noise", "expert_typos"})
     k: Annotated[int, Field(ge=1, le=20)] = 1
     max_searches: Annotated[int, Field(ge=1, le=50)] = 4
     max_invalid: Annotated[int, Field(ge=1, le=50)] = 2
     kinds: Sequence[str] | Mapping[str, Amount] = KINDS
-    renamed: Share = 0.0
     min_population: Annotated[int, Field(ge=15_000, le=1_000_000)] = 100_000
     max_cities_per_country: Annotated[int, Field(ge=5, le=5_000)] = 60
     expert_noise: Share = 0.0
@@ -83,7 +80,6 @@ class GeoSearch(Environment):
         self.weights = _weights(self.kinds)
         self._turns = self._invalid_in_a_row = self._invalid = 0
         self._queries: list[str] = []
-        self._names: Mapping[str, str] = {}
 
     @property
     def world(self) -> World:
@@ -99,7 +95,6 @@ class GeoSearch(Environment):
         """Start: the task's messages, with the system message in front when the task has none."""
         self._turns = self._invalid_in_a_row = self._invalid = 0
         self._queries = []
-        self._names = task.data.get(renaming.KEY, {})
         system = () if any(m.role == "system" for m in task.messages) else (Message(role="system", content=SYSTEM),)
         return Observation(messages=system + task.messages)
 
@@ -118,7 +113,7 @@ class GeoSearch(Environment):
         if self._turns > self.max_searches:
             return Observation(done=True, stop_reason=StopReason.MAX_TURNS)
         start = time.perf_counter()
-        result = renaming.there(self._names, self.search(renaming.back(self._names, content), self.k))
+        result = self.search(content, self.k)
         call = ToolCall(name="search", arguments={"query": content, "k": self.k})
         took_s = time.perf_counter() - start
         record = ToolRecord(call=call, result=result, ok=True, turn=self._turns - 1, duration_s=took_s)
@@ -147,15 +142,13 @@ class GeoSearch(Environment):
         True: some search brought nothing that was still needed, and later ones brought all that was. False: one
         missed and something needed was never found. None: no search missed (or there was none).
         """
-        by_line, names = self.world.by_line, trajectory.task.data.get(renaming.KEY, {})
-        real = {other: name for name, other in names.items()}
+        by_line = self.world.by_line
         pending = [set(ids) for ids in trajectory.task.data.get("passages", ())]
         missed = False
         for record in trajectory.tool_records:
             if not record.ok or not pending:
                 continue
-            lines = (renaming.there(real, line) for line in record.result.split("\n"))
-            seen = {by_line[line] for line in lines if line in by_line}
+            seen = {by_line[line] for line in record.result.split("\n") if line in by_line}
             left = [ids for ids in pending if not ids & seen]
             missed = missed or len(left) == len(pending)
             pending = left
@@ -181,8 +174,6 @@ class GeoSearch(Environment):
                     f"geo_search has no {kind} question in split '{split}' that {self.max_searches} searches can "
                     "answer; raise max_searches or max_cities_per_country, or leave the kind out of kinds"
                 )
-            if split == "train" and rng.random() < self.renamed:
-                task = renaming.rename(self.world, task, self._lines, self.max_searches, rng)
             yield task
 
     def expert(self, task: Task, rng: random.Random) -> Expert:
@@ -194,16 +185,8 @@ class GeoSearch(Environment):
             raise ConfigError(f"task '{task.id}' has no plan in its data; the expert only plays geo_search's own tasks")
         plan = Plan(steps=tuple(task.data["plan"]), final=task.data["final"])
         question, noise, typos = task.messages[-1].content, self.expert_noise, self.expert_typos
-        limit, names = self.max_searches, task.data.get(renaming.KEY, {})
-        return ScriptedExpert(
-            plan,
-            question,
-            lambda query: renaming.lines(names, self._lines, query),
-            rng,
-            noise=noise,
-            typos=typos,
-            max_searches=limit,
-        )
+        limit = self.max_searches
+        return ScriptedExpert(plan, question, self._lines, rng, noise=noise, typos=typos, max_searches=limit)
 
     def _lines(self, query: str) -> list[str]:
         return self.search(query, self.k).split("\n")

@@ -81,8 +81,6 @@ class Facts:
 
     countries: Mapping[str, Country]
     cities: Mapping[int, City]
-    towns: tuple[str, ...] = ()
-    """Names of one word that none of the cities has, of the train split's countries."""
 
 
 def require_packages() -> None:
@@ -107,17 +105,7 @@ def load_facts(min_population: int, max_cities_per_country: int) -> Facts:
     countries = {iso: _country(row, splits[iso]) for iso, row in rows.items()}
     admin1 = _admin1(source.get_us_states())
     cities = _cities(source.get_cities().values(), countries, admin1, min_population, max_cities_per_country)
-    towns = _towns(source.get_cities().values(), countries, {fold(city.name) for city in cities.values()})
-    return Facts(countries=_link_capitals(countries, cities), cities=cities, towns=towns)
-
-
-def _towns(rows: Iterable[Row], countries: Mapping[str, Country], taken: set[str]) -> tuple[str, ...]:
-    own = (
-        display(r["name"])
-        for r in rows
-        if r["countrycode"] in countries and _usable(r) and countries[r["countrycode"]].split == "train"
-    )
-    return tuple(sorted({name for name in own if name.isalpha() and name.istitle() and fold(name) not in taken}))
+    return Facts(countries=_link_capitals(countries, cities), cities=cities)
 
 
 def _country(row: Row, split: str) -> Country:
