@@ -105,6 +105,13 @@ def test_per_token_advantages():
     assert_same_gradients(rl_gradient(per_token)[0], rl_gradient(rows)[0], atol=0)
 
 
+def test_where_a_row_is_trained_is_found_once():
+    """An update asks some ten times; a changed copy is asked anew."""
+    one = row(range(5), [0, 2, 4])
+    assert one.loss_positions.tolist() == [2, 4] and one.loss_positions is one.loss_positions
+    assert replace(one, loss_mask=~one.loss_mask).loss_positions.tolist() == [1, 3]
+
+
 def test_masked_positions_are_never_read():
     rows = random_rows()
     clean, metrics = rl_gradient(rows)

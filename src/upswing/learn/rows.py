@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class TrainRow:
             trajectory=trajectory,
         )
 
-    @property
+    @cached_property
     def loss_positions(self) -> np.ndarray:
         """int64, ascending: where the row is trained."""
         positions = np.flatnonzero(self.loss_mask)
