@@ -27,6 +27,9 @@ from upswing.trajectory.types import Message, StopReason, Task, ToolCall, ToolRe
 from upswing.trajectory.validate import STOP_REASONS, validate
 from upswing.verify.deadline import call_env, to_its_end
 
+_ENDINGS = [reason for reason in StopReason if reason not in (StopReason.ERROR, StopReason.CANCELLED)]
+"""What an environment may say of an end."""
+
 
 class Speaker(Protocol):
     """Who takes the assistant's turns: a policy behind an engine, or a scripted expert."""
@@ -187,9 +190,8 @@ def _problem_of(seen: Any) -> str | None:
         return f"the reward {seen.reward!r}; it must be a number, and finite"
     if not isinstance(seen.answer, str | None):
         return f"the answer {seen.answer!r}; it must be text or None"
-    endings = [reason for reason in StopReason if reason not in (StopReason.ERROR, StopReason.CANCELLED)]
-    if seen.done and seen.stop_reason is not None and seen.stop_reason not in endings:
-        return f"the stop_reason {str(seen.stop_reason)!r}; allowed: {', '.join(endings)} (raise to say that it broke)"
+    if seen.done and seen.stop_reason is not None and seen.stop_reason not in _ENDINGS:
+        return f"the stop_reason {str(seen.stop_reason)!r}; allowed: {', '.join(_ENDINGS)} (raise to say that it broke)"
     for kind, items in ((Message, seen.messages), (ToolRecord, seen.tool_records)):
         wrong = next((item for item in items if not isinstance(item, kind)), None)
         if wrong is not None:

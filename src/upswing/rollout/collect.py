@@ -59,6 +59,7 @@ class Rollouts:
     ) -> list[Group]:
         """Play each task `size` times -> one Group a task, in order. Errored attempts stay in their group, marked so;
         each is followed by up to `max_retries` new attempts. What is late (`limits.group_timeout_s`) is cancelled."""
+        sampling = replace(sampling, stop_tokens=tuple(sorted({*sampling.stop_tokens, *self.end_tokens})))
         gate = self.gate or asyncio.Semaphore(self.max_concurrent)
         tried: dict[tuple[int, int], list[Trajectory]] = {(r, i): [] for r in range(len(tasks)) for i in range(size)}
         began = [asyncio.Event() for _ in tasks]
@@ -152,7 +153,6 @@ class Rollouts:
         return kept, rejected
 
     async def _sampled(self, task: Task, name: str, sampling: Sampling, seed: int) -> Trajectory:
-        sampling = replace(sampling, stop_tokens=tuple(sorted({*sampling.stop_tokens, *self.end_tokens})))
         if self.agent is not None:
             return await self._scored(
                 await self.agent.play(

@@ -138,6 +138,8 @@ class ChatRenderer:
         What can't be tokenised or would be mistaken for the renderer's own marks goes: lone surrogates become `?`.
         """
         text = text.replace(PROBE, BREAK).encode("utf-8", "replace").decode("utf-8")
+        if not self._special_pattern.search(text):  # the usual case, and the other pattern looks at every character
+            return text
         return self._guard_pattern.sub(lambda match: match.group(1) + BREAK, text)
 
     def guard_message(self, message: Message) -> Message:

@@ -149,18 +149,22 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 
 def plain(value: Any, where: str) -> Any:
     """A JSON value: dataclasses and mappings become objects, tuples lists, numbers that aren't finite null."""
-    if type(value) in _AS_IS:
+    kind = type(value)
+    if kind in _AS_IS:
         return value
-    if (names := _fields(type(value))) is not None:  # type: ignore[arg-type]
-        value = {name: getattr(value, name) for name in names}
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if (names := _fields(kind)) is not None:  # type: ignore[arg-type]
+        held = [(name, getattr(value, name)) for name in names]
+        return {name: v if type(v) in _AS_IS else plain(v, f"{where}.{name}") for name, v in held}
+    if isinstance(value, list | tuple):
+        return [v if type(v) in _AS_IS else plain(v, f"{where}[{index}]") for index, v in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}")
         # What is plain already isn't asked again: a step stores some hundred thousand values.
         return {str(k): v if type(v) in _AS_IS else plain(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [v if type(v) in _AS_IS else plain(v, f"{where}[{index}]") for index, v in enumerate(value)]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
