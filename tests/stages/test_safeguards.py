@@ -13,6 +13,7 @@ import torch
 
 from upswing.errors import UpswingError
 from upswing.monitor.findings import Finding, Judgement, Remedy
+from upswing.monitor.history import History
 from upswing.monitor.watch import News, Observed, Watch
 from upswing.recipe import recipe_from
 from upswing.stages import guard
@@ -33,10 +34,12 @@ class Scripted:
 
     def __init__(self, stage: str, facts: Any, trajectories: Any) -> None:
         self.stage, self.facts, self.present, self.heard = stage, facts, dict[str, Finding](), []
+        self.history = History(stage, (), facts=facts)
         type(self).last = self
 
     def observe(self, row: Any) -> Any:
         step = int(row["step"])
+        self.history.add(row)
         self.heard.append(row)
         now = dict(next((found for first, found in sorted(self.script.items(), reverse=True) if first <= step), ()))
         began = [self.finding(mode, severity, step) for mode, severity in now.items() if mode not in self.present]
