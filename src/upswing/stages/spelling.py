@@ -37,8 +37,8 @@ def respelt(branches: Sequence[Branch], decode: Callable[[list[int]], str]) -> s
         return ""
     return (
         f"{other / copied:.0%} of the names that demonstrations repeat have other tokens where they are written "
-        f"({example}): a small model then learns to spell in place of copying, and misspells names that it hasn't seen. Where the "
-        "protocol allows it, put a space before them, as in a sentence"
+        f"({example}): a small model then learns to spell in place of copying, and misspells names that it hasn't "
+        "seen. Where the protocol allows it, put a space before them, as in a sentence"
     )
 
 
