@@ -145,6 +145,8 @@ def test_what_breaks_or_can_not_be_attacked_is_told_and_ends_nothing():
     broken = [v for v in report.verdicts if v.value is None]
     assert len(broken) == 2 and all("OSError: no" in v.reason and not v.accepted for v in broken)
     assert report.false_accept == 0 and not report.untested
+    report = audited([Task(id="0", messages=(), gold=("4",))], "strict_match")
+    assert report.false_accept == report.false_reject == 0 and not report.untested, "its environment may ask"
     report = audited(asked(""), "strict_match")
     assert "no expert and no accepted answer" in report.untested[""] and report.false_reject == 1
     report = audited(asked("LIMA", "Oslo"), lambda answer, gold: answer == gold[0].upper(), kind=Shouting)

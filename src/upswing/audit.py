@@ -12,12 +12,12 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -31,6 +31,7 @@ from upswing.verify.numeric import read_quantity
 from upswing.verify.text import same_value
 from upswing.world import World
 
+T = TypeVar("T")
 MAX_TURNS = 200
 _AT_ONCE = 16
 _MOST_DROPPED = 8
@@ -145,7 +146,7 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0, programs:
             untested[task.id] = found
         return found if isinstance(found, _Right) else None
 
-    plays = await asyncio.gather(*map(right, tasks))
+    plays = await _together(map(right, tasks))
 
     async def attack(task: Task, play: _Right) -> None:
         own, rng = derive_seed(seed, task.id), random.Random(derive_seed(seed, task.id))
@@ -166,8 +167,19 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0, programs:
             why = f"its answer {play.episode.answer!r:.80} doesn't stand in the last message"
             untested[task.id] = f"{why}, so only some attacks were tried"
 
-    await asyncio.gather(*(attack(task, play) for task, play in zip(tasks, plays, strict=True) if play is not None))
+    await _together(attack(task, play) for task, play in zip(tasks, plays, strict=True) if play is not None)
     return AuditReport(tuple(verdicts), untested)
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each gives. When one raises, none goes on behind the back of who asked."""
+    jobs = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
 
 
 def _from(said: Sequence[str]) -> Turns:
@@ -318,7 +330,8 @@ def attacks_on(
     strange = [one for one in others if one.strip().casefold() not in accepted and not _same_number(one, task.gold)]
     other = rng.choice(strange) if strange else "Atlantis"
     right = {wrap(gold).casefold() for gold in task.gold}
-    wrong = _wrong(answer, other, task.messages[-1].content, wrap)
+    question = task.messages[-1].content if task.messages else ""  # else the environment asks it
+    wrong = _wrong(answer, other, question, wrap)
     for name, texts in _mutated(answer, rng).items():
         wrong[name] = [wrap(text) for text in texts if not _same_number(text, task.gold)]
     for name, texts in wrong.items():

@@ -48,15 +48,37 @@ def slow(answer: str | None, gold: tuple[str, ...]) -> float:
     return float(answer in gold)
 
 
-def audited(verifier: Any, tasks: list[Task] = TASKS, workers: int = 0, **stage: Any) -> tuple[Measured, str]:
+class Breaking(Drawing):
+    def expert(self, task: Task, rng: random.Random) -> Any:
+        if task.id == "7":
+            raise ValueError("no plan")
+        return lambda messages: task.gold[0]
+
+
+class Away(list[Task]):
+    def __iter__(self) -> Any:
+        raise TimeoutError("the hub is away")
+
+
+async def alone(work: Any) -> Any:
+    """What it gives, and that nothing of it goes on."""
+    found = await work
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    return found
+
+
+def audited(
+    verifier: Any, tasks: list[Task] = TASKS, workers: int = 0, env: type[Drawing] = Drawing, **stage: Any
+) -> tuple[Measured, str]:
     recipe = SimpleNamespace(seed=0, cluster=SimpleNamespace(env_workers=workers))
     context: Any = SimpleNamespace(
         recipe=recipe,
         rubric=Rubric([("v", verifier, 1.0)]),
-        make_env=lambda: Drawing(tasks=TASKS),
+        make_env=lambda: env(tasks=TASKS),
         tasks=TaskSource(lambda split, seed: iter(tasks)),
     )
-    return asyncio.run(preflight._audited(context, RlStage(steps=1).model_copy(update=stage), Measured(samples=3)))
+    found = preflight._audited(context, RlStage(steps=1).model_copy(update=stage), Measured(samples=3))
+    return asyncio.run(alone(found))  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +109,8 @@ def test_it_ends_in_time_and_stops_no_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert audited(strict_match, [TASKS[0], Task(id="none", messages=TASKS[0].messages)])[1] == ""
     assert "no task's right play is accepted" in audited(lambda: 0.0)[1]
     assert "no task" in audited(strict_match, [])[1]
+    assert audited(slow, env=Breaking) == (Measured(samples=3), "ValueError: no plan")
+    assert audited(contains, Away()) == (Measured(samples=3), "TimeoutError: the hub is away")
     monkeypatch.setattr(preflight, "audit", lambda *args, **options: 1 / 0)
     assert audited(contains) == (Measured(samples=3), "ZeroDivisionError: division by zero")
     monkeypatch.undo()

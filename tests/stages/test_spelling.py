@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from upswing.stages import sft
 from upswing.stages.spelling import LEAST, respelt
 from upswing.trajectory.types import Branch
+
+from .test_demonstrations import demonstrated
 
 Piece = tuple[str, bool]
 
@@ -52,6 +57,20 @@ def test_names_behind_a_tag_are_said_with_both_ways_of_writing_them() -> None:
 )
 def test_copies_token_by_token_are_silent(turns: list[list[Piece]]) -> None:
     assert said(*turns) == ""
+
+
+def test_a_token_is_decoded_once() -> None:
+    ids: dict[str, int] = {}
+    branches = [branch([*ASKED, *SPELT], ids)] * 3
+    asked = list[int]()
+    respelt(branches, lambda tokens: asked.extend(tokens) or "x")  # type: ignore[func-returns-value]
+    assert sorted(asked) == sorted(ids.values())
+
+
+def test_sft_says_it_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft, "respelt", lambda branches, decode: f"{len(branches)} of them")
+    demonstrated(tmp_path)
+    assert "sft: 16 of them. A small model then learns to spell" in (tmp_path / "events.log").read_text()
 
 
 def test_a_few_demonstrations_say_nothing() -> None:

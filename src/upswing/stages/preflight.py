@@ -29,7 +29,7 @@ from upswing.learn.sharded import on_several_ranks
 from upswing.learn.trainer import CPU_PACK, GPU_PACK
 from upswing.monitor.findings import Finding
 from upswing.monitor.safeguards import usable
-from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, measured_findings, shown
+from upswing.preflight.advice import FEW_TASKS, UNKNOWN, Measured, advise, found, measured_findings, shown
 from upswing.preflight.checks import Size, option_findings, room_findings, template_findings
 from upswing.recipe import DistillStage, Recipe, RlStage
 from upswing.seeding import derive_seed
@@ -38,6 +38,7 @@ from upswing.stages.evaluate import SUCCESS
 from upswing.stages.graduation import is_well_formed
 from upswing.stages.policy import PolicyMethod
 from upswing.stages.probe import FORWARDS
+from upswing.stages.spelling import REMEDY, respelt
 from upswing.trajectory.types import Group, Outcome, Score, Task, Trajectory
 from upswing.verify import Rubric
 from upswing.verify.deadline import call_env, is_async, to_its_end
@@ -72,9 +73,12 @@ async def take_stock(
     del model
     tools = bool(getattr(env, "_tools", ()))
     if recipe.agent is None:
-        sizes, called = await _sizes(context, tasks, tools)
-        tools, turns = tools or called, getattr(env, "max_turns", None)
+        sizes, plays = await _sizes(context, tasks, tools)
+        tools, turns = tools or any(play.tool_records for play in plays), getattr(env, "max_turns", None)
         findings += room_findings(recipe, stage.name, sizes, has_tools=tools, max_turns=turns)
+        spelt = respelt([branch for play in plays for branch in play.branches], rollouts.renderer.decode)
+        if spelt and not known.base:
+            findings.append(found("names_respelt", "warning", stage.name, spelt, REMEDY))
     began = time.perf_counter()
     with context.progress.task("check: rollouts", total=len(tasks) * samples, unit="trajectory") as told:
         groups = await rollouts.groups(
@@ -171,18 +175,17 @@ def _half_right(group: Group) -> Group:
     return replace(group, trajectories=tuple(replace(t, score=new) for (t, _), new in zip(scored, scores, strict=True)))
 
 
-async def _sizes(context: RunContext, tasks: Sequence[Task], has_tools: bool) -> tuple[list[Size], bool]:
-    """Each task's right play in tokens, the expert's or else the prompt and the shortest accepted answer; and whether
-    the expert calls tools."""
+async def _sizes(context: RunContext, tasks: Sequence[Task], has_tools: bool) -> tuple[list[Size], list[Trajectory]]:
+    """Each task's right play in tokens, the expert's or else the prompt and the shortest accepted answer; and the
+    expert's plays."""
     try:
         context.make_env().expert(tasks[0], random.Random(0))
     except NotImplementedError:
-        return [await _least(context, task, has_tools) for task in tasks], False
+        return [await _least(context, task, has_tools) for task in tasks], []
     kept, failed = await context.rollouts.demonstrations(tasks, count=len(tasks), seed=0, min_reward=-math.inf)
     plays = [play for play in (*kept, *failed) if play.branches]
     turns = [max(np.bincount(b.turn[b.sampled], minlength=1).max() for b in play.branches) for play in plays]
-    sizes = [Size(int(turn), max(map(len, play.branches))) for turn, play in zip(turns, plays, strict=True)]
-    return sizes, any(play.tool_records for play in plays)
+    return [Size(int(turn), max(map(len, play.branches))) for turn, play in zip(turns, plays, strict=True)], plays
 
 
 async def _least(context: RunContext, task: Task, has_tools: bool) -> Size:
@@ -342,13 +345,15 @@ async def _audited(context: RunContext, stage: RlStage, known: Measured) -> tupl
     if elsewhere := ["cluster.env_workers"] if recipe.cluster.env_workers else _awaited(context.rubric):
         return known, f"{', '.join(elsewhere)} may cost time or money"
     world = World(make_env=context.make_env, rubric=context.rubric, tasks=context.tasks.stream)
+    limit = asyncio.timeout(AUDIT_S)
     try:
         with _nothing_drawn():
-            tasks = context.tasks.take("train", derive_seed(recipe.seed, stage.name, "tasks"), AUDITED)
-            report = await asyncio.wait_for(audit(world, tasks, seed=recipe.seed, programs=False), AUDIT_S)
-    except TimeoutError:
-        return known, f"not done within {AUDIT_S:g} s"
+            async with limit:
+                tasks = context.tasks.take("train", derive_seed(recipe.seed, stage.name, "tasks"), AUDITED)
+                report = await audit(world, tasks, seed=recipe.seed, programs=False)
     except Exception as problem:
+        if limit.expired():
+            return known, f"not done within {AUDIT_S:g} s"
         return known, " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
     return replace(known, **report.rates), report.why_not
 

@@ -21,7 +21,7 @@ from upswing.seeding import derive_seed
 from upswing.stages.context import FINAL, RunContext
 from upswing.stages.graduation import Verdict, examine, flatness
 from upswing.stages.rows import sft_rows
-from upswing.stages.spelling import respelt
+from upswing.stages.spelling import REMEDY, respelt
 from upswing.trajectory.types import Trajectory
 from upswing.world import demonstration_env, demonstration_tasks
 
@@ -122,7 +122,7 @@ async def _demonstrations(context: RunContext, stage: SftStage) -> tuple[list[Tr
     context.note(f"{stage.name}: {wanted} demonstrations kept, {left_out}")
     looked_at = [branch for play in kept[:200] for branch in play.branches]
     if spelt := respelt(looked_at, context.rollouts.renderer.decode):
-        context.note(f"{stage.name}: {spelt}")
+        context.note(f"{stage.name}: {spelt}. {REMEDY}")
     return kept[: stage.demonstrations], kept[stage.demonstrations :]
 
 

@@ -11,13 +11,17 @@ _NAME = re.compile(r"\b[A-Z][A-Za-z]{3,}\b")
 LEAST = 20
 """Copied names below which nothing is said."""
 SHARE = 0.25
+REMEDY = (
+    "A small model then learns to spell in place of copying, and misspells names that it hasn't seen. Where the "
+    "protocol allows it, put a space before them, as in a sentence."
+)
 
 Word = tuple[str, tuple[str, ...], bool]
 """(a name, the tokens that hold it, whether the agent wrote it)."""
 
 
 def respelt(branches: Sequence[Branch], decode: Callable[[list[int]], str]) -> str:
-    """What to say when at least `SHARE` of the names that turns repeat have tokens there that they had nowhere before.
+    """How many, when at least `SHARE` of the names that turns repeat have tokens there that they had nowhere before.
 
     ' Norway' is one token in a sentence; behind a tag, a quote or a line's end it is spelt: 'Nor', 'way'. A small model
     copies tokens easily and spells badly, worst of all names that training never showed. Empty when all is well.
@@ -37,8 +41,7 @@ def respelt(branches: Sequence[Branch], decode: Callable[[list[int]], str]) -> s
         return ""
     return (
         f"{other / copied:.0%} of the names that demonstrations repeat have other tokens where they are written "
-        f"({example}): a small model then learns to spell in place of copying, and misspells names that it hasn't "
-        "seen. Where the protocol allows it, put a space before them, as in a sentence"
+        f"({example})"
     )
 
 
@@ -46,9 +49,10 @@ def _words(branch: Branch, pieces: dict[int, str], decode: Callable[[list[int]],
     """The names of a branch in order. A name that both sides share a token of counts as the agent's."""
     text, at = "", list[int]()
     for position, token in enumerate(branch.tokens.tolist()):
-        piece = pieces.setdefault(token, decode([token]))
-        text += piece
-        at += [position] * len(piece)
+        if token not in pieces:
+            pieces[token] = decode([token])
+        text += pieces[token]
+        at += [position] * len(pieces[token])
     for found in _NAME.finditer(text):
         first, last = at[found.start()], at[found.end() - 1]
         held = tuple(pieces[token] for token in branch.tokens[first : last + 1].tolist())
