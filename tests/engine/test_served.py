@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import resource
 import sys
 import threading
@@ -262,6 +263,21 @@ async def test_a_recipe_says_how_long_a_server_may_be_away(served: Served, tmp_p
     with pytest.raises(UpswingError, match=r"failed for 0.2 s; the last: /pause"):
         await engine.generate(PROMPT, Sampling(max_tokens=3))
     assert time.monotonic() - began < 10
+    await engine.close()
+
+
+@only("vllm")
+async def test_what_a_killed_run_left_is_deleted_by_the_next_one(served: Served, tmp_path: Path) -> None:
+    killed, engine = served.connect(tmp_path), served.connect(tmp_path)
+    await killed.update_weights(served.server.first, 1)
+    [left] = tmp_path.iterdir()
+    assert killed._hold is not None
+    os.close(killed._hold)  # as its process's end does
+    killed._hold = None
+    os.utime(left, (0, 0))
+    await engine.update_weights(served.server.first, 2)
+    assert not left.exists() and list(tmp_path.iterdir())
+    await killed.close()
     await engine.close()
 
 

@@ -31,7 +31,8 @@ def serve_command(
         str | None, typer.Option(help="How the model writes calls; default: as in the run, else hermes.")
     ] = None,
     tools_in: Annotated[
-        str | None, typer.Option(help="Where it reads of tools: template, system, nowhere; default: what fits.")
+        str | None,
+        typer.Option(help="Where tools are told: template, system, nowhere; default: as in the run, else what fits."),
     ] = None,
     max_slots: Annotated[int, typer.Option(min=1, help="Completions at once; more wait.")] = 32,
     max_context: Annotated[
