@@ -46,6 +46,17 @@ def test_critical_findings_and_too_little_compute_exit_with_1() -> None:
     assert modes["answer_unreachable"] == modes["tool_unreachable"] == "critical"
 
 
+@pytest.mark.parametrize("first", ["{stage: sft, demonstrations: 8}, ", ""])
+def test_demonstrations_that_spell_names_are_told_where_a_stage_may_learn_them(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upswing.stages.preflight.respelt", lambda branches, decode: f"{len(branches)} plays")
+    stages = f"stages=[{first}{{stage: rl, steps: 1, tasks_per_step: 2, group_size: 2, eval_every: 0}}]"
+    result = check(RECIPES / "tiny.yaml", stages, "--tasks", 2, "--samples", 2, "--json")
+    told = [row["evidence"] for row in json.loads(result.stdout)["findings"] if row["mode"] == "names_respelt"]
+    assert told == ([["2 plays"]] if first else [])
+
+
 def test_a_run_is_checked_from_the_weights_that_rl_starts_from(echo: Path) -> None:
     recipe = load_recipe(echo)
     stage, model, known = start_of(echo, recipe)

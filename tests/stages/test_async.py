@@ -82,8 +82,8 @@ def test_learner_and_engine_hold_the_weights_once_where_they_may(
 def test_tokens_are_no_older_than_allowed_and_their_versions_are_exact(minibatches: int, tmp_path: Path) -> None:
     """ASYNC-03: a version is a step's push of the weights, however many updates the step has."""
     rows = run(slow({"steps": 8, "max_staleness": 2, "minibatches": minibatches}), tmp_path / "run")
-    for row in rows:  # with one group or none to learn from, there are fewer: how many have a spread is chance
-        assert row["informative_frac"] < 1 or row["num_steps"] == minibatches
+    for row in rows:  # a minibatch without a group that has a spread is none, and how many have one is chance
+        assert row.get("num_steps", 0) == min(minibatches, round(2 * row["informative_frac"]))
     held = sum(p.numel() for p in load_model("tiny").model.parameters()) * compute_dtype(torch.device("cpu")).itemsize
     assert [row["sync_gb"] for row in rows] == pytest.approx([held / 1e9] * 8), "each step's weights go once"
     assert all(row["staleness_max"] <= 2 for row in rows)
