@@ -78,30 +78,32 @@ def test_a_users_mistake_is_one_line(echo: Path, args: tuple[str, ...], words: s
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and words in result.stderr
 
 
+@pytest.mark.parametrize("every", [1, 0])
 def test_a_run_answers_three_questions_before_step_1_or_says_what_it_did_not_measure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from upswing.stages.runner import run_recipe
 
     monkeypatch.setattr("upswing.stages.preflight.AUDIT_S", 600.0)
     sft = "{stage: sft, demonstrations: 8, validation_demonstrations: 2, epochs: 1, graduation: {tasks: 2, pass_k: 2}}"
-    rl = "{stage: rl, steps: 1, tasks_per_step: 1, group_size: 2, eval_tasks: 2, eval_every: 1}"
+    rl = f"{{stage: rl, steps: 1, tasks_per_step: 1, group_size: 2, eval_tasks: 2, eval_every: {every}}}"
     run_recipe(
         load_recipe(RECIPES / "tiny.yaml", [f"stages=[{sft}, {rl}]"]), tmp_path / "run", log=Progress(quiet=True)
     )
     lines = (tmp_path / "run" / "events.log").read_text().splitlines()
     clean, learn, compute, advice = (line.partition("pre-flight: ")[2] for line in lines if "pre-flight: " in line)
     assert clean == "is the reward clean? wrong answers accepted 0, right answers refused 0"
-    assert learn.startswith("can RL learn? dev success 0.00 [") and "not measured" not in learn
+    assert learn.startswith(f"can RL learn? dev success {'0.00 [' if every else 'not measured, '}")
+    assert learn.count("not measured") == 1 - every
     assert all(f"{what} 0.00" in learn for what in ("pass@1", "pass@k", "tasks strictly between", "the right format"))
     pattern = r"^is there .*? sampled tokens/s (\S+), trained tokens/s (\S+), .* memory (\S+), hours (.*)$"
     [(sampled, trained, share, hours)] = re.findall(pattern, compute)
-    # One step and two evaluations of two tasks, each within the turns and tokens of this model: seconds, no hour.
+    # One step and at most two evaluations of two tasks, all within the turns and tokens of this model: seconds, no hour
     assert float(sampled) > 10 and float(trained) > 100 and 0 < float(share) < 1 and 0 < float(hours) < 0.1
     assert advice.startswith(("advice: go", "advice: more sft"))
     assert f"(upswing check {tmp_path / 'run'} measures the rest)" in advice
-    said = next(i for i, line in enumerate(lines) if "advice" in line)
-    assert said < next(i for i, line in enumerate(lines) if "dev after step 1" in line)
+    said = [i for i, line in enumerate(lines) if "advice" in line or "dev after step 1" in line]
+    assert len(said) == 1 + every and "advice" in lines[said[0]]
     rows = [json.loads(line) for line in (tmp_path / "run" / "findings.jsonl").read_text().splitlines()]
     assert {"small_group", "small_batch"} <= {row.get("mode") for row in rows if row["step"] == 0}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from upswing.evals.summary import EvalSummary, record_of, summarize
@@ -32,6 +33,8 @@ class Verdict:
     pass_1: float = math.nan
     pass_k: float = math.nan
     """With as many samples as every task has."""
+    pace: Mapping[str, float] = field(default_factory=dict)
+    """Of what was sampled for it; see `pace_of`."""
 
     @property
     def graduated(self) -> bool:
@@ -93,6 +96,7 @@ async def examine(context: RunContext, rules: Graduation, stage: str, step: int,
     """Sample train tasks with the engine's current weights and judge."""
     tasks = context.tasks.take("train", derive_seed(context.recipe.seed, stage, "graduation"), rules.tasks)
     name, total = f"{stage}: graduation check", len(tasks) * rules.pass_k
+    began = time.perf_counter()
     with context.progress.task(name, total=total, unit="trajectory") as shown:
         groups = await context.rollouts.groups(
             tasks,
@@ -102,12 +106,23 @@ async def examine(context: RunContext, rules: Graduation, stage: str, step: int,
             on_done=lambda trajectory: shown.advance(1),
         )
     played = [t for group in groups for t in group.trajectories]
+    pace = pace_of(played, time.perf_counter() - began) if played else {}
     counted = [t for t in played if record_of(t).counted]
     summary = summarize(counted, success=SUCCESS, resamples=100)
     valid = sum(map(is_well_formed, counted)) / len(counted) if counted else math.nan
     _, first, many = _pass_figures(summary)
     criteria = (flat, *diversity(summary, valid, sampled_entropy(counted), rules))
-    return Verdict(criteria=criteria, pass_1=first, pass_k=many)
+    return Verdict(criteria=criteria, pass_1=first, pass_k=many, pace=pace)
+
+
+def pace_of(played: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """Sampled tokens a second; of a trajectory its seconds, many at once, and its tokens, prompt included."""
+    held = sum(len(branch) for one in played for branch in one.branches)
+    return {
+        "sampled_per_s": sum(one.num_sampled_tokens for one in played) / seconds,
+        "trajectory_s": seconds / len(played),
+        "trajectory_tokens": held / len(played),
+    }
 
 
 def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from upswing.recipe import DistillStage, Recipe, RlStage
 from upswing.seeding import derive_seed
 from upswing.stages.context import RunContext
 from upswing.stages.evaluate import SUCCESS
-from upswing.stages.graduation import is_well_formed
+from upswing.stages.graduation import is_well_formed, pace_of
 from upswing.stages.policy import PolicyMethod
 from upswing.stages.probe import FORWARDS
 from upswing.stages.spelling import REMEDY, respelt
@@ -269,9 +269,9 @@ async def announce(
         return
     findings = option_findings(recipe, stage, sum(p.numel() for p in model.parameters()))
     findings += template_findings(rollouts.renderer, rollouts.end_tokens, stage.name)
-    source = recipe.source_of(_index(recipe, stage), stage.from_)
+    source, dev = recipe.source_of(_index(recipe, stage), stage.from_), _dev(context, stage)
     graded = context.state.stages.get(source, {}).get("graduation", {})
-    known, why_not = await _audited(context, stage, _known(context, stage, model, source, graded, evaluated))
+    known, why_not = await _audited(context, stage, _known(context, stage, model, source, dev, evaluated))
     for finding in [*findings, *measured_findings(known, recipe, stage)]:
         context.found(finding)
     answers: dict[str, dict[str, Interval | float]] = {
@@ -279,7 +279,7 @@ async def announce(
         if why_not
         else {"wrong answers accepted": known.false_accept, "right answers refused": known.false_reject},
         "can RL learn": {
-            "dev success": known.pass_1,
+            "dev success": dev,
             "pass@1": _point(graded.get("pass_1")),
             "pass@k": known.pass_k,
             "tasks strictly between": known.mixed,
@@ -302,12 +302,18 @@ async def announce(
     )
 
 
-def _known(
-    context: RunContext, stage: RlStage, model: Any, source: str, graded: Mapping[str, Any], evaluated: Played | None
-) -> Measured:
-    """What was measured before the stage anyway, and the memory where that takes a few short forwards of `model`."""
+def _dev(context: RunContext, stage: RlStage) -> Interval:
     row = next((row for row in context.metrics.read(stage.name) if row["step"] == 0 and "eval_low" in row), {})
     dev = row.get(f"eval_{SUCCESS}", row.get("eval_reward"))
+    return UNKNOWN if dev is None else Interval(dev, row["eval_low"], row["eval_high"], stage.eval_tasks)
+
+
+def _known(
+    context: RunContext, stage: RlStage, model: Any, source: str, dev: Interval, evaluated: Played | None
+) -> Measured:
+    """What was measured before the stage anyway, and the memory where that takes a few short forwards of `model`."""
+    before = context.state.stages.get(source, {})
+    graded, pace = before.get("graduation", {}), before.get("pace")
     rows = [one for one in context.metrics.read(source) if one.get("num_tokens") and one.get("seconds")]
     rates = [one["num_tokens"] / one["seconds"] for one in rows]
     memory = dict[str, float]()
@@ -315,7 +321,7 @@ def _known(
         with suppress(Exception):  # architectures differ, and an estimate stops no run
             memory = _memory_gb(context, stage, model)
     known = Measured(
-        pass_1=UNKNOWN if dev is None else Interval(dev, row["eval_low"], row["eval_high"], stage.eval_tasks),
+        pass_1=dev if dev.n else _point(graded.get("pass_1")),
         pass_k=_point(graded.get("pass_k")),
         format=_point(graded.get("format_valid_frac")),
         mixed=_point(graded.get("mixed_frac")),
@@ -324,16 +330,17 @@ def _known(
         memory_gb=memory,
         machine_gb=machine_bytes(next(model.parameters()).device) / 1e9,
     )
-    if evaluated is None or not evaluated.trajectories:
+    if evaluated is not None and evaluated.trajectories:
+        pace = pace_of(evaluated.trajectories, evaluated.seconds)
+    if not pace:
         return known
-    played, count = evaluated.trajectories, len(evaluated.trajectories)
-    known = replace(known, sampled_per_s=sum(t.num_sampled_tokens for t in played) / evaluated.seconds)
+    known = replace(known, sampled_per_s=pace["sampled_per_s"])
     if not rates:
         return known
     looks = 1 + bool(stage.kl_coef)  # log-probs of before the update, and the reference's
     forwards = stage.updates_per_batch + looks / FORWARDS
-    tokens = sum(len(branch) for t in played for branch in t.branches) / count
-    return _in_time(stage, known, evaluated.seconds / count, forwards * tokens / known.trained_per_s)
+    learned_s = forwards * pace["trajectory_tokens"] / known.trained_per_s
+    return _in_time(stage, known, pace["trajectory_s"], learned_s)
 
 
 async def _audited(context: RunContext, stage: RlStage, known: Measured) -> tuple[Measured, str]:

@@ -70,7 +70,7 @@ async def run_sft(context: RunContext, stage: SftStage, index: int) -> dict[str,
     training.learner.save(folder, tokenizer=context.tokenizer)
     facts: dict[str, Any] = {"steps": training.step, "train_s": round(training.trained_s, 1)}
     if training.verdict:
-        facts["graduation"] = training.verdict.as_dict()
+        facts |= {"graduation": training.verdict.as_dict(), "pace": dict(training.verdict.pace)}
     return facts
 
 
