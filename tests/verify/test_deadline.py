@@ -1,6 +1,7 @@
 """Whatever a function does, its deadline holds and nothing piles up."""
 
 import asyncio
+import contextvars
 import functools
 import subprocess
 import sys
@@ -325,3 +326,91 @@ async def test_what_never_waits_runs_where_it_is_and_its_override_in_a_thread():
         await call_with_deadline(Own().breaks, {}, 1.0)
     with pytest.raises(DeadlineExceeded):  # what it hands back keeps the deadline
         await call_with_deadline(Plain().where, {"back": forever()}, 0.05)
+
+
+async def test_a_call_that_waits_for_nothing_is_done_at_once_and_keeps_its_context_to_itself():
+    seen: list[str] = []
+    variable = contextvars.ContextVar("variable", default="outside")
+
+    async def quick(fail: bool) -> str:
+        variable.set("inside")
+        if fail:
+            raise LookupError(variable.get())
+        return variable.get()
+
+    asyncio.get_running_loop().call_soon(seen.append, "another turn of the loop")
+    assert await call_with_deadline(quick, {"fail": False}, 1) == "inside"
+    with pytest.raises(LookupError, match="inside"):
+        await call_with_deadline(quick, {"fail": True}, 1)
+    assert variable.get() == "outside" and not seen
+
+
+async def test_time_limits_and_task_groups_in_a_call_are_its_own():
+    """They are bound to the current task, so the call's first step must be in the task that its second is in."""
+    tasks = []
+
+    async def limited() -> str:
+        tasks.append(asyncio.current_task())
+        try:
+            async with asyncio.timeout(0.01):
+                await forever()
+        except TimeoutError:
+            tasks.append(asyncio.current_task())
+            return "its own limit"
+        return ""
+
+    async def grouped() -> str:
+        async def fail() -> None:
+            raise LookupError("one of several")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            await forever()
+        return ""
+
+    assert await call_with_deadline(limited, {}, 5) == "its own limit"
+    assert tasks[0] is tasks[1] is not asyncio.current_task()
+    with pytest.raises(ExceptionGroup, match="unhandled errors"):
+        await call_with_deadline(grouped, {}, 5)
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_a_cancellation_reaches_the_call_however_early_it_comes(turns):
+    told = []
+
+    async def wait() -> None:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # what has to be undone may take a while
+            told.append("cancelled")
+            raise
+
+    job = asyncio.create_task(call_with_deadline(wait, {}, 5))
+    asyncio.get_running_loop().call_soon(job.cancel)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await asyncio.wait({job})
+    await asyncio.sleep(0.02)
+    assert job.cancelled() and told == ["cancelled"]
+
+
+async def test_a_call_that_cancels_itself_on_the_way_is_not_the_caller_being_cancelled():
+    async def cancel() -> None:
+        asyncio.current_task().cancel()
+
+    with pytest.raises(RuntimeError, match="cancelled itself"):
+        await call_with_deadline(cancel, {}, 1)
+
+
+async def test_a_first_step_that_takes_too_long_counts():
+    async def slow() -> None:
+        time.sleep(0.1)
+        await asyncio.sleep(60)
+
+    started = time.perf_counter()
+    with pytest.raises(DeadlineExceeded):
+        await call_with_deadline(slow, {}, 0.05)
+    assert time.perf_counter() - started < 5
