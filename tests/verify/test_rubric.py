@@ -1,5 +1,6 @@
 """Weighted sums."""
 
+import asyncio
 import math
 from types import SimpleNamespace
 
@@ -35,6 +36,23 @@ async def test_a_needed_component_that_can_not_score_leaves_no_score(episode):
 async def test_a_reported_component_may_fail(episode):
     score = await Rubric([("strict", strict_match, 1.0), ("broken", broken, 0.0)]).score(episode())
     assert score.value == 1.0 and score.components["broken"] is None and "boom" in score.reason
+
+
+async def test_verifiers_that_wait_do_so_side_by_side_and_every_score_keeps_its_name(episode):
+    met = asyncio.Barrier(2)
+
+    async def meets(answer):
+        await met.wait()
+        return 0.25
+
+    async def meets_too(answer):
+        await met.wait()
+        return 0.5
+
+    rubric = Rubric([("a", meets, 1.0), ("strict", strict_match, 1.0), ("b", meets_too, 1.0), ("f1", f1, 0.0)])
+    score = await asyncio.wait_for(rubric.score(episode()), 5)
+    assert list(score.components.items()) == [("a", 0.25), ("strict", 1.0), ("b", 0.5), ("f1", 1.0)]
+    assert [verifier.at_once for _, verifier, _ in rubric.items] == [False, True, False, True]
 
 
 async def test_components_of_components(episode):

@@ -14,7 +14,7 @@ from upswing.errors import ConfigError, did_you_mean
 from upswing.plugins import load_object
 from upswing.trajectory.types import Score, Task
 from upswing.verify.base import Episode
-from upswing.verify.deadline import DeadlineExceeded, call_with_deadline
+from upswing.verify.deadline import DeadlineExceeded, call_with_deadline, is_async
 from upswing.verify.options import Options, no_argument
 from upswing.verify.text import one_line
 
@@ -78,6 +78,11 @@ class Verifier:
     needs: tuple[str, ...] = ()
     """What a task must have, or there is no score: `gold`, and `data.KEY`."""
 
+    @functools.cached_property
+    def at_once(self) -> bool:
+        """Whether it never waits, so that nothing is won by calling others meanwhile."""
+        return self.inline and not is_async(self.function)
+
     def lacks(self, task: Task) -> str | None:
         """The first of `needs` that a task doesn't have."""
         if "gold" in self.needs and not any(one.strip() if isinstance(one, str) else True for one in task.gold or ()):
@@ -124,6 +129,8 @@ def to_score(value: Any) -> Score:
 
 def finite(score: Score) -> Score:
     """A value or component that is NaN or infinite couldn't be scored: None."""
+    if all(value is None or math.isfinite(value) for value in (score.value, *score.components.values())):
+        return score
     parts = {k: v if v is not None and math.isfinite(v) else None for k, v in score.components.items()}
     if score.value is None or math.isfinite(score.value):
         return dataclasses.replace(score, components=parts)

@@ -116,9 +116,12 @@ class Rubric:
         return None
 
     async def score(self, episode: Episode) -> Score:
-        """All verifiers, run side by side. The value is None when a gate or one that carries weight couldn't score."""
-        scores = await asyncio.gather(*(verifier(episode) for _, verifier, _ in self.items))
-        return self._total({}, [], {name: score for (name, _, _), score in zip(self.items, scores, strict=True)})
+        """All verifiers; those that wait side by side. The value is None when a gate or one with weight couldn't
+        score."""
+        waiting = [verifier(episode) for _, verifier, _ in self.items if not verifier.at_once]
+        found = iter(await asyncio.gather(*waiting) if waiting else ())
+        scores = {name: await one(episode) if one.at_once else next(found) for name, one, _ in self.items}
+        return self._total({}, [], scores)
 
     async def score_group(self, episodes: Sequence[Episode], scores: Sequence[Score], timeout_s: float) -> list[Score]:
         """What `score` said of each episode of a finished group, `scores`, with what the verifiers of `grouped` say of
