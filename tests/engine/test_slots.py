@@ -12,7 +12,7 @@ def seq(*parts: range | list[int]) -> np.ndarray:
 
 def fill(table: SlotTable, tokens: np.ndarray, session: str | None) -> int:
     slot, _, _ = table.place(tokens, session)
-    slot.tokens = tokens
+    slot.sequence, slot.length = tokens, len(tokens)
     return slot.index
 
 
@@ -94,7 +94,7 @@ def test_the_best_prefix_is_found_with_few_whole_comparisons(monkeypatch) -> Non
         wanted = rng.integers(0, 3, 40).astype(np.int32)
         held = [seq(wanted[:length].tolist(), rng.integers(0, 3, 20).tolist()) for length in rng.integers(0, 36, 64)]
         table = SlotTable(64)
-        table.slots = [Slot(index, tokens=tokens) for index, tokens in enumerate(held)]
+        table.slots = [Slot(index, sequence=tokens, length=len(tokens)) for index, tokens in enumerate(held)]
         lengths = [common_prefix(tokens, wanted) for tokens in held]
         for least in (1, 8, 39):
             compared.clear()

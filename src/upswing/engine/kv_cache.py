@@ -144,7 +144,7 @@ class CachedAttention:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
         cached = self._cache.layers[layer]
-        keys, values = cached
+        keys, values = cached.unbind()
         keys[self._slots, :, self.positions_N] = k[0].transpose(0, 1)
         values[self._slots, :, self.positions_N] = v[0].transpose(0, 1)
         out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
@@ -165,7 +165,7 @@ class CachedAttention:
     ) -> None:
         rows = slice(segment.offset, segment.offset + segment.num_tokens)
         stop = segment.start + segment.num_tokens
-        keys, values = cached[:, segment.slot]
+        keys, values = cached[:, segment.slot].unbind()
         num_kv = keys.shape[0]
         group = q.shape[1] // num_kv
         # Key heads as the batch and the group as heads: shared keys are expanded by stride, not copied.
@@ -190,7 +190,7 @@ class CachedAttention:
                 spread[run.inside] = rows_q
                 rows_q = spread
             # A group's queries share their keys, so they stand as query positions of one key head.
-            keys, values = cached[:, run.slots, :, : run.mask.shape[-1]]
+            keys, values = cached[:, run.slots, :, : run.mask.shape[-1]].unbind()
             attended = F.scaled_dot_product_attention(rows_q, keys, values, attn_mask=run.mask, scale=scaling)
             if run.inside is not None:
                 attended = attended[run.inside]

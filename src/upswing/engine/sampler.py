@@ -58,10 +58,11 @@ def sample(logits_BV: torch.Tensor, samplings: Sequence[Sampling], uniforms: Seq
     for row, s in enumerate(samplings):
         groups.setdefault((s.temperature, s.top_k, s.top_p, s.min_p), []).append(row)
     u_B = torch.tensor(uniforms, dtype=torch.float32, device=logits_BV.device)
+    if len(groups) == 1:  # the usual case: nothing to copy or to put in order
+        return Sampled(*(column.tolist() for column in _draw(logits_BV.float(), samplings[0], u_B)))
     draws: list[_Draw] = []
     for rows in groups.values():
-        # One group is the usual case, and then the logits need no copy.
-        index = slice(None) if len(groups) == 1 else torch.tensor(rows, device=logits_BV.device)
+        index = torch.tensor(rows, device=logits_BV.device)
         draws.append(_draw(logits_BV[index].float(), samplings[rows[0]], u_B[index]))
     order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
     return Sampled(*(torch.cat(column).cpu()[order].tolist() for column in zip(*draws, strict=True)))

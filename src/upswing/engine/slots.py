@@ -30,12 +30,14 @@ class Slot:
     session: str | None = None
     """The trajectory it is kept for between turns."""
     last_used: int = 0
-    tokens: Int32T = field(default_factory=lambda: np.empty(0, np.int32))
-    """Those whose keys and values are in the cache."""
+    sequence: Int32T = field(default_factory=lambda: np.empty(0, np.int32))
+    """Begins with the tokens whose keys and values are in the cache."""
+    length: int = 0
+    """How many these are."""
 
     @property
-    def length(self) -> int:
-        return len(self.tokens)
+    def tokens(self) -> Int32T:
+        return self.sequence[: self.length]
 
 
 class SlotTable:
@@ -68,7 +70,7 @@ class SlotTable:
         slot = slot or self._free_slot()
         if slot is source:
             source, kept = None, shared
-        slot.busy, slot.session, slot.tokens = True, session, sequence[:kept]
+        slot.busy, slot.session, slot.sequence, slot.length = True, session, sequence, kept
         return slot, source, shared if source else kept
 
     def done(self, slot: Slot, *, keep_for: str | None) -> None:
@@ -125,7 +127,7 @@ def _longest(slots: Iterable[Slot], sequence: Int32T, least: int) -> tuple[Slot 
         if most >= len(sequence):
             break
         # Who shares more than the best so far has its next token too, which tells most slots apart.
-        if len(slot.tokens) > most and slot.tokens.item(most) == sequence.item(most):
+        if slot.length > most and slot.sequence.item(most) == sequence.item(most):
             length = common_prefix(slot.tokens, sequence)
             if length > most:
                 best, most = slot, length

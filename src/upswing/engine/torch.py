@@ -365,14 +365,15 @@ class TorchEngine:
     def _place(self, request: Request, positions: int) -> None:
         """Give it a slot; all slots need `positions`."""
         sequence = request.sequence[: request.length]
-        positions = max([positions, *[len(slot.tokens) for slot in self._slots.slots]])
+        positions = max([positions, *[slot.length for slot in self._slots.slots]])
         self._slots.max_slots = min(self.max_slots, self._cache.budget // positions)
         request.slot, source, shared = self._slots.place(sequence, request.session)
         if request.slot.index >= self._cache.num_slots:
             self._cache.reserve(self._slots.renumber(), positions)
         if source is not None:
             self._cache.copy_prefix(source.index, request.slot.index, request.slot.length, shared)
-            request.slot.tokens = sequence[:shared]
+            request.slot.length = shared
+        request.slot.sequence = request.sequence  # which has room for more
         self.stats.cached_tokens += shared
         self._active.append(request)
 
@@ -397,7 +398,7 @@ class TorchEngine:
         ready, num_decode = list[Request](), 0
         for (request, count), segment in zip(batch, segments, strict=True):
             stop = segment.start + count
-            request.slot.tokens = request.sequence[:stop]
+            request.slot.length = stop
             num_decode += count == 1 and segment.start >= request.num_prompt
             if stop == request.length:
                 ready.append(request)
@@ -422,8 +423,8 @@ class TorchEngine:
 
     def _forward(self, segments: Sequence[Segment], ids: Int32T, ends: Sequence[int]) -> torch.Tensor:
         """Logits [len(ends), V] at the packed indices `ends`; of the last token when there are none."""
-        device = self.model.device
         attention = CachedAttention(self._cache, segments)
+        device = attention.positions_N.device
         output = self.model(
             input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device),
             position_ids=attention.positions_N[None],
