@@ -66,6 +66,18 @@ def test_round_trip_is_exact(tmp_path):
     assert first.trajectory.score == FULL.score and type(first.trajectory.outcome) is type(FULL.outcome)
 
 
+def test_every_trajectory_keeps_its_own_task(tmp_path):
+    """Those of one task share what is written of it."""
+    tasks = [Task(id=name, messages=FULL.task.messages, data={"n": n}) for n, name in enumerate("aab")]
+    kept = [replace(FULL, id=f"t{n}", task=tasks[n % 3]) for n in range(6)]
+    store = TrajectoryStore(tmp_path)
+    store.append("rl", 1, kept)
+    assert [found.trajectory.task for found in store.read()] == [one.task for one in kept]
+    broken = replace(FULL, task=replace(FULL.task, data={"x": {1}}))
+    with pytest.raises(ConfigError, match=r"trajectory\.task\.data\.x is a set"):
+        store.append("rl", 2, [FULL, broken])
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_branch_survives(tmp_path_factory, data):

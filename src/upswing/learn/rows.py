@@ -142,12 +142,14 @@ def _column(
     rows: Sequence[TrainRow], positions: Sequence[np.ndarray], name: str, dtype: Any, missing: float
 ) -> np.ndarray:
     """[N]: one of the rows' arrays at the loss tokens; a number stands for every token, None for `missing`."""
-    parts = []
-    for row, found in zip(rows, positions, strict=True):
-        value = getattr(row, name)
-        parts.append(
-            value[found] if isinstance(value, np.ndarray) else np.full(len(found), missing if value is None else value)
-        )
+    values = [missing if (value := getattr(row, name)) is None else value for row in rows]
+    if not any(isinstance(value, np.ndarray) for value in values):
+        counts = np.array([len(found) for found in positions], np.int64)
+        return np.repeat(np.array(values, np.float64), counts).astype(dtype)
+    parts = [
+        value[found] if isinstance(value, np.ndarray) else np.full(len(found), value)
+        for value, found in zip(values, positions, strict=True)
+    ]
     return np.concatenate([*parts, np.zeros(0)]).astype(dtype)
 
 

@@ -114,19 +114,18 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def _sampled(trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     """Each trajectory's sampled tokens; over all of them, [N]: ids of the unbroken turns, and whose tokens they are."""
-    tokens_C: list[np.ndarray] = []
-    spans, owners, last = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for number, trajectory in enumerate(trajectories):
-        parts = [np.zeros(0, np.int32)]
-        for branch in trajectory.branches:
-            at = np.flatnonzero(branch.sampled)
-            breaks = (np.diff(at, prepend=-2) != 1) | (np.diff(branch.turn[at], prepend=-1) != 0)
-            spans.append(last + np.cumsum(breaks))
-            last += int(breaks.sum())
-            owners.append(np.full(len(at), number))
-            parts.append(branch.tokens[at])
-        tokens_C.append(np.concatenate(parts))
-    return tokens_C, np.concatenate(spans), np.concatenate(owners)
+    found = [(number, branch) for number, trajectory in enumerate(trajectories) for branch in trajectory.branches]
+    if not found:
+        return [np.zeros(0, np.int32) for _ in trajectories], np.zeros(0, np.int64), np.zeros(0, np.int64)
+    columns = ([getattr(branch, name) for _, branch in found] for name in ("tokens", "sampled", "turn"))
+    tokens_T, sampled_T, turn_T = map(np.concatenate, columns)
+    branch_T = np.repeat(np.arange(len(found)), [len(branch) for _, branch in found])
+    at = np.flatnonzero(sampled_T)
+    turn_N, branch_N, breaks = turn_T[at], branch_T[at], np.diff(at, prepend=-2) != 1
+    breaks |= (np.diff(turn_N, prepend=-1) != 0) | (np.diff(branch_N, prepend=-1) != 0)
+    owner_N = np.array([number for number, _ in found])[branch_N]
+    starts = np.searchsorted(owner_N, np.arange(1, len(trajectories)))
+    return np.split(tokens_T[at], starts), np.cumsum(breaks), owner_N
 
 
 def _repetition(gram_W: np.ndarray, owner_W: np.ndarray) -> float:

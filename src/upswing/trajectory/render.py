@@ -71,6 +71,7 @@ class ChatRenderer:
         # Lookahead, so that a special token that begins inside another one is broken up too.
         self._guard_pattern = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL)
         self._ids: dict[str, tuple[int, ...]] = {}
+        self._decoded: dict[tuple[int, ...], str] = {}
         self._texts: dict[tuple[tuple[Message, ...], str, bool], str] = {}
         self._problems: dict[tuple[str, bool], str | None] = {}
         self.render_text([_X])
@@ -210,8 +211,12 @@ class ChatRenderer:
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The exact text of token ids, special tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        """The exact text of token ids, special tokens included. Kept for a while, as by `_encode`."""
+        key = tuple(ids)
+        if (text := self._decoded.get(key)) is None:
+            text = str(self.tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            _keep(self._decoded, key, text)
+        return text
 
     def special_text(self, token: int) -> str | None:
         """What a special token spells; None for any other."""

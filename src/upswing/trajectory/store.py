@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ class TrajectoryStore:
         trajectory isn't JSON-serialisable; then nothing is written.
         """
         target = self._path(stage, step)
-        lines = [_to_line(stage, step, trajectory) for trajectory in trajectories]
+        tasks: dict[int, Any] = {}
+        lines = [_to_line(stage, step, trajectory, tasks) for trajectory in trajectories]
         data = gzip.compress("".join(lines).encode("ascii"), compresslevel=6, mtime=0)
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_atomically(target, data)
@@ -127,17 +128,21 @@ def _read_shard(path: Path) -> Iterator[StoredTrajectory]:
 # -- to JSON ----------------------------------------------------------------------------------------------------------
 
 
-def _to_line(stage: str, step: int, trajectory: Trajectory) -> str:
-    """One line of ASCII JSON (lone surrogates in sampled text survive as escapes)."""
-    branches = [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches]
+def _to_line(stage: str, step: int, trajectory: Trajectory, tasks: dict[int, Any]) -> str:
+    """One line of ASCII JSON (lone surrogates in sampled text survive as escapes). `tasks`: those that were asked for
+    by now, by id, since a group's trajectories have one."""
+    branches, task = [_branch_to_json(trajectory.id, branch) for branch in trajectory.branches], trajectory.task
     try:
-        stored = plain(vars(trajectory) | {"branches": ()}, "trajectory")
+        if id(task) not in tasks:
+            tasks[id(task)] = plain(task, "trajectory.task")
+        stored = plain(vars(trajectory) | {"branches": (), "task": None}, "trajectory")
     except TypeError as error:
         raise ConfigError(f"trajectory '{trajectory.id}' can't be stored: {error}; use JSON values only") from error
-    record = {"stage": stage, "step": step, "trajectory": stored | {"branches": branches}}
-    return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+    stored |= {"branches": branches, "task": tasks[id(task)]}
+    return _ENCODER.encode({"stage": stage, "step": step, "trajectory": stored}) + "\n"
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _AS_IS = frozenset({str, int, bool, type(None)})
 
 
@@ -197,10 +202,7 @@ def _branch_to_json(trajectory_id: str, branch: Branch) -> dict[str, Any]:
 
 def _runs(values: np.ndarray[Any, Any]) -> list[list[int]]:
     """`[1, 1, 0]` as `[[1, 2], [0, 1]]`."""
-    if not len(values):
-        return []
-    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
-    return [[values.item(start), stop - start] for start, stop in pairwise([*starts, len(values)])]
+    return [[value, len(list(run))] for value, run in groupby(values.tolist())]
 
 
 # -- from JSON --------------------------------------------------------------------------------------------------------
