@@ -419,6 +419,22 @@ async def test_retries_are_for_exceptions_and_told():
         await works.call({"wrong": 1})
 
 
+async def test_a_retry_gets_the_arguments_as_the_agent_gave_them():
+    seen = []
+
+    @tool(retries=1)
+    def drain(words: list[str]) -> str:
+        """Drain."""
+        seen.append(list(words))
+        words.clear()
+        if len(seen) == 1:
+            raise OSError("down")
+        return "done"
+
+    assert await Tool.from_function(drain).call({"words": ["a", "b"]}) == "done"
+    assert seen == [["a", "b"], ["a", "b"]]
+
+
 async def test_retries_end_with_the_calls_time_and_a_timeout_is_not_retried():
     started = time.perf_counter()
     late, calls = flaky(99, retries=50, timeout_s=0.5)

@@ -35,6 +35,12 @@ def _marked(kind: type) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for cls in reversed(kind.__mro__) for n, f in vars(cls).items() if is_marked(f)))
 
 
+@functools.lru_cache(maxsize=64)
+def _tags_parser(parameters: tuple[tuple[str, str], ...]) -> TagsParser:
+    """Kept: it is the same for every trajectory."""
+    return TagsParser(dict(parameters))
+
+
 class ToolEnv(Environment):
     """Plays tasks with tools. Give the parts to the constructor, or subclass and set them as class attributes; methods
     that `@tool()` marks are tools too.
@@ -262,7 +268,7 @@ class ToolEnv(Environment):
         for reserved in ("answer", "think"):
             if reserved in tools:
                 raise ConfigError(f"{type(self).__name__}: a tool can't be called '{reserved}' in protocol tags")
-        return TagsParser({name: self._tag_parameter(tool) for name, tool in tools.items()})
+        return _tags_parser(tuple((name, self._tag_parameter(tool)) for name, tool in tools.items()))
 
     def _tag_parameter(self, tool: Tool) -> str:
         """The parameter that a tag's text goes to: the first that takes a string."""

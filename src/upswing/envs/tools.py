@@ -204,7 +204,7 @@ class Tool:
         Raises ToolArgumentError (nothing was run), ToolFailed (it raised, took too long or returned something that is
         no JSON) and EnvironmentBroken when the tool says that the environment can't go on.
         """
-        self.bind(arguments)
+        bound = self.bind(arguments)
         key = json.dumps(arguments, sort_keys=True) if self.options.cache else ""
         if (held := self.options.results.get(key)) is not None:
             return held
@@ -213,7 +213,7 @@ class Tool:
             try:
                 async with self.options.slot():
                     started = time.perf_counter()
-                    result = await self._run(arguments, left_s)
+                    result = await self._run(bound, left_s)
                 self.options.keep(key, result)
                 return result
             except ToolFailed as failed:
@@ -224,11 +224,12 @@ class Tool:
                 on_retry()
             await asyncio.sleep(pause_s)
             pause_s, tries_left = min(2 * pause_s, _MAX_BACKOFF_S), tries_left - 1
+            bound = self.bind(arguments)  # anew: the try before may have changed its arguments
 
-    async def _run(self, arguments: Mapping[str, Any], limit_s: float) -> str:
-        """One try. Bound anew each time: the one before may have changed its arguments."""
+    async def _run(self, bound: dict[str, Any], limit_s: float) -> str:
+        """One try."""
         try:
-            result = await call_with_deadline(self.function, self.bind(arguments), limit_s)
+            result = await call_with_deadline(self.function, bound, limit_s)
             return result if isinstance(result, str) else dump_result(result)
         except DeadlineExceeded as error:
             raise ToolFailed(f"Error: timeout: '{self.name}' took longer than {self.timeout_s:g} s ({error})") from None
