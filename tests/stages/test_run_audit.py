@@ -1,4 +1,5 @@
-"""The audit that a run makes of its reward before step 1: where it is free, in little time, and without a trace."""
+"""What a run measures before step 1: its reward is audited where that is free, in little time, and without a trace; and
+hours follow from what was played before."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from upswing.envs import ToolEnv
-from upswing.preflight.advice import Measured, measured_findings
+from upswing.evals.stats import Interval
+from upswing.preflight.advice import UNKNOWN, Measured, measured_findings
 from upswing.recipe import RlStage
 from upswing.stages import preflight
 from upswing.stages.context import TaskSource
-from upswing.trajectory.types import Message, Task
+from upswing.stages.graduation import pace_of
+from upswing.trajectory.types import Branch, Message, Task
 from upswing.verify import Rubric
 from upswing.verify.forms import Regex
 from upswing.verify.judge import Judge
@@ -143,3 +146,23 @@ def test_what_a_run_draws_at_random_is_the_same_with_it() -> None:
             audited(contains)
         states.append((random.random(), np.random.rand(), float(torch.rand(1))))
     assert states[0] == states[1]
+
+
+def test_hours_follow_from_both_speeds_and_a_groups_prompt_is_computed_once() -> None:
+    sampled, other = np.repeat([False, True, False, True], [40, 20, 30, 10]), np.zeros(100)
+    branch = Branch(tokens=other, sampled=sampled, engine_logprobs=other, policy_version=other, turn=other)
+    played: Any = SimpleNamespace(branches=[branch], num_sampled_tokens=30)
+    pace = pace_of([played] * 4, 2.0)
+    assert pace == {"sampled_per_s": 60, "trajectory_s": 0.5, "prompt_tokens": 40, "further_tokens": 60}
+    rows = [{"num_tokens": 1000, "seconds": 10.0}, {"validation_loss": 1.0}]
+    stages = {"sft": {"pace": pace, "graduation": {"pass_1": 0.25}}}
+    context: Any = SimpleNamespace(
+        metrics=SimpleNamespace(read=lambda name: rows if name == "sft" else []), state=SimpleNamespace(stages=stages)
+    )
+    stage = RlStage(steps=10, tasks_per_step=2, group_size=4, kl_coef=0.0, eval_every=0)
+    found = preflight._known(context, stage, torch.nn.Linear(1, 1), "sft", UNKNOWN, None)
+    assert (found.sampled_per_s, found.trained_per_s, found.pass_1.mean) == (60, 100, 0.25)
+    # Of 8 trajectories; 70 tokens of each are learned from in a pass, and in the third of one for log-probs of before.
+    assert found.step_s == pytest.approx(8 * (0.5 + 70 * 4 / 3 / 100)) and found.hours == found.step_s * 10 / 3600
+    quick = preflight._known(context, stage, torch.nn.Linear(1, 1), "sft", Interval(0.5, 0.4, 0.6, 64), None)
+    assert quick.pass_1.mean == 0.5, "an evaluation says more than a graduation check"

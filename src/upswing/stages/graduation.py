@@ -116,12 +116,14 @@ async def examine(context: RunContext, rules: Graduation, stage: str, step: int,
 
 
 def pace_of(played: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    """Sampled tokens a second; of a trajectory its seconds, many at once, and its tokens, prompt included."""
-    held = sum(len(branch) for one in played for branch in one.branches)
+    """Sampled tokens a second; of a trajectory its seconds, many at once, and its tokens, those of the prompt apart."""
+    branches, count = [branch for one in played for branch in one.branches], len(played)
+    prompts = sum(int(branch.sampled.argmax()) for branch in branches)
     return {
         "sampled_per_s": sum(one.num_sampled_tokens for one in played) / seconds,
-        "trajectory_s": seconds / len(played),
-        "trajectory_tokens": held / len(played),
+        "trajectory_s": seconds / count,
+        "prompt_tokens": prompts / count,
+        "further_tokens": (sum(map(len, branches)) - prompts) / count,
     }
 
 

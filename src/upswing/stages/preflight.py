@@ -339,8 +339,8 @@ def _known(
         return known
     looks = 1 + bool(stage.kl_coef)  # log-probs of before the update, and the reference's
     forwards = stage.updates_per_batch + looks / FORWARDS
-    learned_s = forwards * pace["trajectory_tokens"] / known.trained_per_s
-    return _in_time(stage, known, pace["trajectory_s"], learned_s)
+    tokens = pace["further_tokens"] + pace["prompt_tokens"] / stage.group_size  # a group's prompt is computed once
+    return _in_time(stage, known, pace["trajectory_s"], forwards * tokens / known.trained_per_s)
 
 
 async def _audited(context: RunContext, stage: RlStage, known: Measured) -> tuple[Measured, str]:
