@@ -260,7 +260,7 @@ async def test_a_recipe_says_how_long_a_server_may_be_away(served: Served, tmp_p
     served.server.restart()
     served.server.stuck, began = True, time.monotonic()
     served.server.faults = ["500"]
-    with pytest.raises(UpswingError, match=r"failed for 0.2 s; the last: /pause"):
+    with pytest.raises(UpswingError, match=r"failed for 0.2 s; the last: /pause.*raise engine.outage_s"):
         await engine.generate(PROMPT, Sampling(max_tokens=3))
     assert time.monotonic() - began < 10
     await engine.close()

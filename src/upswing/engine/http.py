@@ -168,7 +168,7 @@ class Server:
                         await asyncio.sleep(max(pause_s, down.after_s))
                         pause_s = min(2 * pause_s, MAX_BACKOFF_S)
         except TimeoutError:
-            why = f"has failed for {self.outage_s:g} s; the last: {problem}"
+            why = f"has failed for {self.outage_s:g} s; the last: {problem}; restart it, or raise engine.outage_s"
             raise UpswingError(f"the {self.name} server at {self.url} {why}") from None
         finally:
             if timer is not None:
