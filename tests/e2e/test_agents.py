@@ -92,6 +92,14 @@ def returns_a_number(base_url: str, api_key: str) -> int:
     return 7
 
 
+def ask_with_a_tool(base_url: str, api_key: str) -> str | None:
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=[tool])
+    return reply.choices[0].message.content
+
+
 def never_asks() -> str:
     return "7"
 
@@ -255,7 +263,7 @@ async def test_a_proxy_to_the_internet_does_not_get_what_is_for_this_one(monkeyp
         ("agent.function=agents/openai_agent.py:solve", "asks for 'client'"),
         ("agent.protocol=xml", "agent.protocol"),
         (
-            "agent={function: agents/openai_agent.py:run}",
+            "agent={function: agents/openai_agent.py:run, tools_in: template}",
             r"agent\.tools_in: got 'template', but the chat template.* doesn't show tools; allowed: system, nowhere",
         ),
         ("stages.1={stage: reward_model, labels: process}", "labels: got 'process'"),
@@ -269,6 +277,15 @@ def test_what_cannot_work_is_said_before_a_model_loads(change: str, words: str) 
 async def test_tools_that_the_policy_would_not_see_are_refused_before_the_program_runs() -> None:
     with pytest.raises(ConfigError, match=r"agent\.tools_in: got 'template'"):
         await play(protocol="hermes", function=f"{__name__}:never_asks", tools_in="template")
+
+
+async def test_left_out_tools_are_told_where_the_template_can_or_else_in_the_system_message() -> None:
+    """The tiny template shows no tools; a program without any needs no `tools_in`."""
+    plain, _ = await play(["hm"], protocol="hermes", function=f"{__name__}:ask_once", tools_in=None)
+    assert plain.outcome is Outcome.COMPLETED, plain.error
+    told, _ = await play(["hm"], protocol="hermes", function=f"{__name__}:ask_with_a_tool", tools_in=None)
+    [branch] = told.branches
+    assert "weather" in tiny_tokenizer().decode(branch.tokens.tolist()), "the model reads of it"
 
 
 def test_a_command_that_is_not_there() -> None:

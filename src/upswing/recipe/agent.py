@@ -22,8 +22,9 @@ class AgentSection(Section):
     protocol: Literal["hermes", "tags", "llama3_json", "qwen_coder_xml", "python"] = opt(
         "hermes", "How the model writes tool calls (docs/environments.md)."
     )
-    tools_in: Literal["template", "system", "nowhere"] = opt(
-        "template", "Where the model reads of the program's tools: the chat template, the system message, or nowhere."
+    tools_in: Literal["template", "system", "nowhere"] | None = null(
+        "Where the model reads of the program's tools: the chat template, the system message, or nowhere; null: the "
+        "template if it shows them, else the system message."
     )
     max_turns: Count = opt(50, "Model calls of one trajectory; further ones are refused.")
 

@@ -137,7 +137,7 @@ def make_agent(
     function: str | None = None,
     command: Sequence[str] | None = None,
     protocol: str = "hermes",
-    tools_in: str = "template",
+    tools_in: str | None = None,
     max_turns: int = 50,
 ) -> Agent:
     """An agent of a recipe's `agent` section. Raises ConfigError for what can't work."""
@@ -162,7 +162,8 @@ class Agent:
     proxy: Proxy
     protocol: str
     """How the policy writes calls (see `envs.parsers`)."""
-    tools_in: str
+    tools_in: str | None
+    """See `sessions.tools_place`."""
     max_turns: int
 
     async def play(
@@ -181,7 +182,7 @@ class Agent:
 
         The program doesn't see the task's gold answers. Raises ConfigError when the chat template would drop its tools.
         """
-        tools_place(renderer, self.tools_in, self.protocol, "agent.tools_in")
+        tools_in = tools_place(renderer, self.tools_in, self.protocol, "agent.tools_in")
         session = Session(
             name=trajectory_id,
             engine=engine,
@@ -191,7 +192,7 @@ class Agent:
             limits=limits,
             seed=seed,
             protocol=self.protocol,
-            tools_in=self.tools_in,
+            tools_in=tools_in,
             max_turns=self.max_turns,
         )
         started, answer, problem = time.perf_counter(), None, None

@@ -106,7 +106,7 @@ def _verdict(stage: str, row: Mapping[str, Any]) -> Html:
         "div",
         h("h3", f"Stage {stage}, step {row.get('step', '?')} ", verdict),
         h("p", row["words"]),
-        table(["judged by", "value"], values, class_="data") if values else None,
+        table(["measured", "value"], values, class_="data") if values else None,
         class_="card verdict " + ("good" if good else "bad"),
     )
 
