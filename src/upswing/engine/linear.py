@@ -112,13 +112,14 @@ def speed_up_linears(model: torch.nn.Module) -> None:
 
 
 def _few_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    rows = input.numel() // input.shape[-1]
+    *shape, width = input.shape
+    rows = input.numel() // width
     if rows > MAX_ROWS:
         return F.linear(input, weight, bias)
-    out = torch.mm(weight, input.reshape(rows, input.shape[-1]).t()).t().contiguous()
+    out = torch.mm(weight, input.reshape(rows, width).t()).t().contiguous()
     if bias is not None:
         out = out + bias
-    return out.reshape(*input.shape[:-1], len(weight))
+    return out.view(*shape, weight.shape[0])
 
 
 def _stacked(layers: Sequence[torch.nn.Linear], name: str) -> torch.Tensor:

@@ -122,13 +122,16 @@ class SlotTable:
 
 def _longest(slots: Iterable[Slot], sequence: Int32T, least: int) -> tuple[Slot | None, int]:
     """The slot that shares most of the sequence, the lowest of equals, and how much; (None, 0) below `least` >= 1."""
-    best, most = None, least - 1
+    if least > len(sequence):
+        return None, 0
+    best, most, following = None, least - 1, sequence.item(least - 1)
     for slot in slots:
-        if most >= len(sequence):
-            break
-        # Who shares more than the best so far has its next token too, which tells most slots apart.
-        if slot.length > most and slot.sequence.item(most) == sequence.item(most):
+        # Who shares more than the best so far has the token that follows too, which tells most slots apart.
+        if slot.length > most and slot.sequence.item(most) == following:
             length = common_prefix(slot.tokens, sequence)
             if length > most:
                 best, most = slot, length
+                if most == len(sequence):
+                    break
+                following = sequence.item(most)
     return (best, most) if best else (None, 0)

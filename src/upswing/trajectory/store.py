@@ -162,9 +162,9 @@ def plain(value: Any, where: str) -> Any:
     if (names := _fields(kind)) is not None:  # type: ignore[arg-type]
         held = [(name, getattr(value, name)) for name in names]
         return {name: v if type(v) in _AS_IS else plain(v, f"{where}.{name}") for name, v in held}
-    if isinstance(value, list | tuple):
+    if kind is list or isinstance(value, list | tuple):
         return [v if type(v) in _AS_IS else plain(v, f"{where}[{index}]") for index, v in enumerate(value)]
-    if isinstance(value, Mapping):
+    if kind is dict or isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from upswing.errors import InvalidTrajectory
-from upswing.trajectory.types import SOURCES, BoolT, Branch, Group, Outcome, StopReason, Trajectory
+from upswing.trajectory.types import SOURCES, BoolT, Branch, Group, Int16T, Outcome, StopReason, Trajectory
 
 LOGPROB_SLACK = 1e-4
 """A log-prob may be above 0 by this much: rounding of a log-softmax, not an error."""
@@ -81,12 +81,12 @@ def validate_group(group: Group, *, branches: bool = True) -> None:
 
 def _branch_rules(branch: Branch, trajectory: Trajectory, index: int, owner: dict[int, int]) -> Iterator[Complaint]:
     yield from _arrays(branch)
-    for rule, wrong, message in (*_values(branch, trajectory), *_turns(branch)):
+    (positions,) = branch.sampled.nonzero()
+    turns = branch.turn[positions]
+    for rule, wrong, message in (*_values(branch, trajectory), *_turns(branch, positions, turns)):
         if wrong.any():
             yield rule, int(wrong.argmax()), message
-    positions = np.flatnonzero(branch.sampled)
-    turns = branch.turn[positions]
-    firsts = [0, *(np.flatnonzero(turns[1:] != turns[:-1]) + 1).tolist()] if len(turns) else []
+    firsts = [0, *((turns[1:] != turns[:-1]).nonzero()[0] + 1).tolist()] if len(turns) else []
     for turn, position in zip(turns[firsts].tolist(), positions[firsts].tolist(), strict=True):
         if turn >= trajectory.num_turns:
             yield "turns", position, f"turn {turn} of a trajectory with num_turns={trajectory.num_turns}"
@@ -132,11 +132,10 @@ def _values(branch: Branch, trajectory: Trajectory) -> Iterator[Check]:
     yield "sampled-values", sampled & (branch.policy_version < 0), "a sampled token has no policy_version"
 
 
-def _turns(branch: Branch) -> Iterator[Check]:
-    """Turns count up along the branch, and each is one run of sampled tokens."""
+def _turns(branch: Branch, positions: np.ndarray, turns: Int16T) -> Iterator[Check]:
+    """Turns count up along the branch, and each is one run of sampled tokens. `positions`, `turns`: of those."""
     yield "turns", branch.turn < 0, "turn is negative"
-    positions = np.flatnonzero(branch.sampled)
-    turns, (again, back) = branch.turn[positions], np.zeros((2, len(branch)), dtype=np.bool_)
+    again, back = np.zeros((2, len(branch)), dtype=np.bool_)
     again[positions[1:]] = (turns[1:] == turns[:-1]) & (positions[1:] - positions[:-1] > 1)
     yield "turns", again, "a turn is sampled in two pieces"
     back[1:] = branch.turn[1:] < branch.turn[:-1]
