@@ -7,7 +7,7 @@ D head size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -144,25 +144,15 @@ class CachedAttention:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
         cached = self._cache.layers[layer]
-        keys, values = cached.unbind()
-        keys[self._slots, :, self.positions_N] = k[0].transpose(0, 1)
-        values[self._slots, :, self.positions_N] = v[0].transpose(0, 1)
-        out = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
-        for segment, mask in self._long:
-            self._attend_segment(cached, segment, mask, q, scaling, out)
-        if self._runs:
-            self._attend_singles(cached, q, scaling, out)
-        return out[None]
+        cached[:, self._slots, :, self.positions_N] = torch.stack((k[0], v[0])).permute(2, 0, 1, 3)
+        outs = [self._attend_segment(cached, segment, mask, q, scaling) for segment, mask in self._long]
+        outs += self._attend_singles(cached, q, scaling)
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
 
     def _attend_segment(
-        self,
-        cached: torch.Tensor,
-        segment: Segment,
-        mask: torch.Tensor | None,
-        q: torch.Tensor,
-        scaling: float,
-        out: torch.Tensor,
-    ) -> None:
+        self, cached: torch.Tensor, segment: Segment, mask: torch.Tensor | None, q: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Of its tokens [n, Hq, D]."""
         rows = slice(segment.offset, segment.offset + segment.num_tokens)
         stop = segment.start + segment.num_tokens
         keys, values = cached[:, segment.slot].unbind()
@@ -177,12 +167,12 @@ class CachedAttention:
             is_causal=mask is None,
             scale=scaling,
         )
-        out[rows] = attended.flatten(0, 1).transpose(0, 1)
+        return attended.flatten(0, 1).transpose(0, 1)
 
-    def _attend_singles(self, cached: torch.Tensor, q: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
-        first = self._single_offset
+    def _attend_singles(self, cached: torch.Tensor, q: torch.Tensor, scaling: float) -> Iterator[torch.Tensor]:
+        """Of each run's tokens [rows, Hq, D]."""
         _, _, num_kv, _, head_dim = cached.shape
-        queries = q[0, :, first:].transpose(0, 1).reshape(-1, num_kv, q.shape[1] // num_kv, head_dim)
+        queries = q[0, :, self._single_offset :].transpose(0, 1).reshape(-1, num_kv, q.shape[1] // num_kv, head_dim)
         for run in self._runs:
             rows_q = queries[run.rows]
             if run.inside is not None:
@@ -194,7 +184,7 @@ class CachedAttention:
             attended = F.scaled_dot_product_attention(rows_q, keys, values, attn_mask=run.mask, scale=scaling)
             if run.inside is not None:
                 attended = attended[run.inside]
-            out[first + run.rows.start : first + run.rows.stop] = attended.flatten(1, 2)
+            yield attended.flatten(1, 2)
 
 
 def _split_runs(slots: Sequence[int], max_gap: int) -> list[slice]:
