@@ -177,14 +177,14 @@ async def call_with_deadline(function: Callable[..., Any], kwargs: dict[str, Any
     Raises DeadlineExceeded after `timeout_s` seconds, whatever the function raises, and RuntimeError when it cancels
     itself or raises what isn't meant to be caught. Cancelling the caller stops the call too and is never swallowed.
     """
-    if is_async(function):
-        return await _run_coroutine(function(**kwargs), timeout_s)
     if _is_inline(function):
         try:
             result = function(**kwargs)
         except BaseException as error:
             result = _unwrap((None, error))
         return await _run_coroutine(result, timeout_s) if inspect.iscoroutine(result) else result
+    if is_async(function):
+        return await _run_coroutine(function(**kwargs), timeout_s)
     slots = _slots_of(function)
     with off_the_clock():
         await slots.take(timeout_s)
