@@ -84,8 +84,9 @@ def _branch_rules(branch: Branch, trajectory: Trajectory, index: int, owner: dic
     (positions,) = branch.sampled.nonzero()
     turns = branch.turn[positions]
     for rule, wrong, message in (*_values(branch, trajectory), *_turns(branch, positions, turns)):
-        if wrong.any():
-            yield rule, int(wrong.argmax()), message
+        first = int(wrong.argmax())
+        if wrong[first]:
+            yield rule, first, message
     firsts = [0, *((turns[1:] != turns[:-1]).nonzero()[0] + 1).tolist()] if len(turns) else []
     for turn, position in zip(turns[firsts].tolist(), positions[firsts].tolist(), strict=True):
         if turn >= trajectory.num_turns:
