@@ -154,6 +154,21 @@ def test_what_breaks_or_can_not_be_attacked_is_told_and_ends_nothing():
     assert "LIMA" not in report.untested
 
 
+class Careless(ToolEnv):
+    """An expert that is wrong on purpose, often enough for there to be something left to learn."""
+
+    def expert(self, task, rng):
+        answer = task.gold[0] if rng.random() < 0.4 else "Atlantis"
+        return lambda messages: answer
+
+
+def test_an_expert_that_is_careless_on_purpose_is_no_right_answer_refused():
+    report = audited(asked("Lima", "Oslo", "Kyiv", "Rome", "Bern", "Cairo"), "strict_match", kind=Careless)
+    assert report.false_reject == report.false_accept == 0 and not report.untested
+    report = audited(asked("Lima", "Oslo"), lambda answer, gold: 0.0, kind=Careless)
+    assert report.false_reject == 1 and len(report.untested) == 2
+
+
 PROGRAM = "```python\ndef solve(x):\n    return x[::-1]\n```"
 
 

@@ -34,6 +34,7 @@ from upswing.world import World
 T = TypeVar("T")
 MAX_TURNS = 200
 _AT_ONCE = 16
+_EXPERT_PLAYS = 8
 _MOST_DROPPED = 8
 _DONE = frozenset({"final_state", "calls", "evidence"})
 """Task data that says what is to be done or found."""
@@ -229,9 +230,11 @@ def _acted_rightly(seen: Episode, right: Episode) -> bool:
 
 
 def _right_plays(env: Environment, task: Task, seed: int) -> Iterator[Turns]:
-    """The expert's play; without an expert, ways in which a protocol may want the accepted answer written."""
+    """The expert's plays, some of which may be careless on purpose; without an expert, ways in which a protocol may
+    want the answer written."""
     try:
-        yield env.expert(task, random.Random(seed))
+        for number in range(_EXPERT_PLAYS):
+            yield env.expert(task, random.Random(seed + number))
     except NotImplementedError:
         for gold in task.gold[:1]:
             for text in (f"<answer>{gold}</answer>", gold, rf"\boxed{{{gold}}}", f"Answer: {gold}"):
