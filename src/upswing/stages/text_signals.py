@@ -117,8 +117,8 @@ def _sampled(trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], np.n
     found = [(number, branch) for number, trajectory in enumerate(trajectories) for branch in trajectory.branches]
     if not found:
         return [np.zeros(0, np.int32) for _ in trajectories], np.zeros(0, np.int64), np.zeros(0, np.int64)
-    columns = ([getattr(branch, name) for _, branch in found] for name in ("tokens", "sampled", "turn"))
-    tokens_T, sampled_T, turn_T = map(np.concatenate, columns)
+    names = ("tokens", "sampled", "turn")
+    tokens_T, sampled_T, turn_T = (np.concatenate([getattr(branch, name) for _, branch in found]) for name in names)
     branch_T = np.repeat(np.arange(len(found)), [len(branch) for _, branch in found])
     at = np.flatnonzero(sampled_T)
     turn_N, branch_N, breaks = turn_T[at], branch_T[at], np.diff(at, prepend=-2) != 1

@@ -285,7 +285,8 @@ class _Driven:
         return None
 
     def __await__(self) -> Generator[Any, Any, _Result]:
-        self.awaited, result = True, None
+        self.awaited = True
+        result: _Result | None = None
         while result is None:
             error: BaseException | None = None
             try:
