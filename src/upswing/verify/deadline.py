@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
 from types import FunctionType, MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from upswing.errors import EnvironmentBroken
 
@@ -263,84 +263,55 @@ def _unwrap(result: _Result) -> Any:
 
 
 class _Driven:
-    """Awaits a coroutine that has taken its first `step`, and can leave it even when it swallows its cancellation."""
+    """Awaits a coroutine, and can leave it even when it swallows its cancellation."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
-        self._waited_for: Any = None
-        self.awaited = False
         self.leave = False
         """From now on, a cancellation closes the coroutine instead of being offered to it."""
 
-    def step(self, error: BaseException | None = None) -> _Result | None:
-        """Go on up to what it waits for next -> None, or the result if that was the end."""
-        try:
-            self._waited_for = self._coroutine.send(None) if error is None else self._coroutine.throw(error)
-        except StopIteration as stop:
-            return stop.value, None
-        except (Exception, asyncio.CancelledError, KeyboardInterrupt):
-            raise
-        except BaseException as fatal:  # a task that raises SystemExit would end the whole event loop
-            return None, fatal
-        return None
-
     def __await__(self) -> Generator[Any, Any, _Result]:
-        self.awaited = True
-        result: _Result | None = None
-        while result is None:
-            error: BaseException | None = None
+        inner = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
             try:
-                yield self._waited_for
+                waited_for = inner.send(None) if error is None else inner.throw(error)
+            except StopIteration as stop:
+                return stop.value, None
+            except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as fatal:  # a task that raises SystemExit would end the whole event loop
+                return None, fatal
+            error = None
+            try:
+                yield waited_for
             except BaseException as thrown:
                 if self.leave:
                     with contextlib.suppress(RuntimeError):  # it ignores even this
-                        self._coroutine.close()
+                        inner.close()
                     raise
                 error = thrown
-            result = self.step(error)
-        return result
-
-
-def _begin(driven: _Driven, context: contextvars.Context) -> tuple[asyncio.Task[_Result | None], _Result | None]:
-    """Take the first step at once -> a task for the rest, and the result if there is none: most calls wait for nothing.
-
-    The step is the task's own, though: time limits and task groups that it enters are bound to the current task.
-    """
-    loop, caller, waits = asyncio.get_running_loop(), asyncio.current_task(), False
-    assert caller is not None
-
-    async def rest() -> _Result | None:
-        return await driven if waits else None
-
-    task = asyncio.Task(rest(), loop=loop, context=context)
-    asyncio.tasks._leave_task(loop, caller)
-    asyncio.tasks._enter_task(loop, task)
-    try:
-        result = context.run(driven.step)
-    except asyncio.CancelledError as error:
-        result = None, error
-    finally:
-        asyncio.tasks._leave_task(loop, task)
-        asyncio.tasks._enter_task(loop, caller)
-    waits = result is None
-    return task, (None, asyncio.CancelledError()) if result and task.cancelling() else result
 
 
 async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    driven = _Driven(coroutine)
+
+    async def drive() -> _Result:
+        return await driven
+
     def ended(done: asyncio.Task[Any]) -> None:
         if not done.cancelled():
             done.exception()  # retrieved, so that asyncio doesn't log what we report ourselves
         with contextlib.suppress(RuntimeError):
-            coroutine.close()  # it may have been cancelled before its second step
+            coroutine.close()  # it may have been cancelled before it began
 
-    driven, clock, context = _Driven(coroutine), _Clock(), contextvars.copy_context()
-    context.run(_clocks.set, (*_clocks.get(), clock))
-    task, result = _begin(driven, context)
-    if result is not None:
-        return _unwrap(result)
+    clock = _Clock()
+    token = _clocks.set((*_clocks.get(), clock))
+    task = asyncio.ensure_future(drive())
+    _clocks.reset(token)
     task.add_done_callback(ended)
     try:
-        left_s = max(timeout_s - clock.worked(), 0.0)
+        left_s = timeout_s
         while not (await asyncio.wait({task}, timeout=left_s))[0]:
             if clock.worked() >= timeout_s:
                 raise DeadlineExceeded("it did not return")
@@ -348,7 +319,7 @@ async def _run_coroutine(coroutine: Coroutine[Any, Any, Any], timeout_s: float) 
     except BaseException:
         _end(task, driven)
         raise
-    return _unwrap((None, asyncio.CancelledError()) if task.cancelled() else cast(_Result, task.result()))
+    return _unwrap((None, asyncio.CancelledError()) if task.cancelled() else task.result())
 
 
 def _end(task: asyncio.Task[Any], driven: _Driven) -> None:
@@ -359,12 +330,8 @@ def _end(task: asyncio.Task[Any], driven: _Driven) -> None:
             driven.leave = True
             task.cancel()
 
-    loop = asyncio.get_running_loop()
-    if driven.awaited:
-        task.cancel()
-    else:  # only its task, which goes on in a moment, can offer it the cancellation
-        loop.call_soon(task.cancel)
-    loop.call_later(GRACE_S, leave)
+    task.cancel()
+    asyncio.get_running_loop().call_later(GRACE_S, leave)
 
 
 async def _run_thread(function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, slots: _Slots) -> Any:
