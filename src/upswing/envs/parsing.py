@@ -13,6 +13,7 @@ Rules, the same for every format, in training and in evaluation:
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +78,12 @@ def _defuse(match: re.Match[str]) -> str:
 
 
 def any_of(texts: Iterable[str], flags: int = 0) -> re.Pattern[str]:
+    return _any_of(tuple(texts), flags)
+
+
+@functools.lru_cache(maxsize=256)
+def _any_of(texts: tuple[str, ...], flags: int) -> re.Pattern[str]:
+    """Kept: a tool's every result is looked at with the same."""
     return re.compile("|".join(map(re.escape, texts)), flags)
 
 
