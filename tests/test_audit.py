@@ -164,9 +164,30 @@ class Careless(ToolEnv):
 
 def test_an_expert_that_is_careless_on_purpose_is_no_right_answer_refused():
     report = audited(asked("Lima", "Oslo", "Kyiv", "Rome", "Bern", "Cairo"), "strict_match", kind=Careless)
-    assert report.false_reject == report.false_accept == 0 and not report.untested
+    assert report.false_reject == report.false_accept == 0
+    assert report.untested and all("is it careless?" in why for why in report.untested.values()), "it is told, though"
     report = audited(asked("Lima", "Oslo"), lambda answer, gold: 0.0, kind=Careless)
     assert report.false_reject == 1 and len(report.untested) == 2
+
+
+def test_an_expert_is_asked_no_oftener_than_there_is_need():
+    plans, judged = [], []
+
+    class Planner(ToolEnv):
+        def expert(self, task, rng):
+            plans.append(task.id)
+            if len(plans) > 1:
+                raise ValueError("one plan is all it has")
+            return lambda messages: task.gold[0]
+
+    def refuses(answer):
+        judged.append(answer)
+        return 0.0
+
+    assert audited(asked("Lima"), "strict_match", kind=Planner).false_reject == 0 and plans == ["Lima"]
+    plans.clear()
+    assert audited(asked("Lima"), refuses, kind=Planner).false_reject == 1
+    assert plans == ["Lima"] and judged == [None, "Lima"], "it draws nothing, so it would play the same again"
 
 
 PROGRAM = "```python\ndef solve(x):\n    return x[::-1]\n```"

@@ -129,6 +129,8 @@ class _Right:
     episode: Episode
     full: float
     floor: float
+    refused: int = 0
+    """Plays of the expert that earned nothing before this one did."""
 
 
 async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0, programs: bool = True) -> AuditReport:
@@ -164,6 +166,8 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0, programs:
                 continue
             gained = -math.inf if value is None else value - play.floor
             verdicts.append(Verdict(task.id, one, value, gained > _ENOUGH * (play.full - play.floor), reason))
+        if play.refused:
+            untested[task.id] = f"{play.refused} of the expert's plays earned nothing before one did: is it careless?"
         if task.gold and not _literal(play.said[-1], play.episode):
             why = f"its answer {play.episode.answer!r:.80} doesn't stand in the last message"
             untested[task.id] = f"{why}, so only some attacks were tried"
@@ -200,23 +204,24 @@ async def _score(world: World, task: Task, turns: Turns, seed: int) -> tuple[flo
 
 async def _right_play(world: World, task: Task, seed: int) -> _Right | Verdict | str:
     """The first right play that scores more than doing nothing; that nothing earns as much; or why there is none."""
-    rights, full, why = list(_right_plays(world.make_env(), task, seed)), None, ""
-    if not rights:
-        return "no expert and no accepted answer"
-    floor, *_ = await _score(world, task, _from(()), seed)
-    for right in rights:
+    floor, best, why, refused = None, None, "", 0
+    for right, by_expert in _right_plays(world, task, seed):
+        if not why:
+            floor, *_ = await _score(world, task, _from(()), seed)
         said: list[str] = []
 
         def turns(messages: tuple[Message, ...], right: Turns = right, said: list[str] = said) -> str:
             said.append(right(messages))
             return said[-1]
 
-        full, why, episode = await _score(world, task, turns, seed)
+        full, reason, episode = await _score(world, task, turns, seed)
         if full is not None and episode is not None and said and full > (floor or 0.0):
-            return _Right(tuple(said), episode, full, floor or 0.0)
-    if full is not None and floor is not None and 0 < full <= floor:
+            return _Right(tuple(said), episode, full, floor or 0.0, refused)
+        best, refused = max((one for one in (best, full) if one is not None), default=None), refused + by_expert
+        why = f"scored {best}{', ' + reason if reason else ''}; doing nothing scores {floor}"
+    if best is not None and floor is not None and 0 < best <= floor:
         return Verdict(task.id, Attack("nothing", Wanted.REFUSED, ""), floor, True, "no right play scores more")
-    return f"scored {full}{', ' + why if why else ''}; doing nothing scores {floor}"
+    return why or "no expert and no accepted answer"
 
 
 def _acted_rightly(seen: Episode, right: Episode) -> bool:
@@ -229,16 +234,20 @@ def _acted_rightly(seen: Episode, right: Episode) -> bool:
     return same and bool(seen.tool_records or (start is not None and not same_value(start, wanted)))
 
 
-def _right_plays(env: Environment, task: Task, seed: int) -> Iterator[Turns]:
+def _right_plays(world: World, task: Task, seed: int) -> Iterator[tuple[Turns, bool]]:
     """The expert's plays, some of which may be careless on purpose; without an expert, ways in which a protocol may
-    want the answer written."""
+    want the answer written. And whether it is the expert's."""
     try:
         for number in range(_EXPERT_PLAYS):
-            yield env.expert(task, random.Random(seed + number))
+            rng = random.Random(seed + number)
+            unused = rng.getstate()
+            yield world.make_env().expert(task, rng), True
+            if rng.getstate() == unused:  # nothing is left to chance: it would play the same again
+                return
     except NotImplementedError:
         for gold in task.gold[:1]:
             for text in (f"<answer>{gold}</answer>", gold, rf"\boxed{{{gold}}}", f"Answer: {gold}"):
-                yield lambda messages, text=text: text  # type: ignore[misc]
+                yield (lambda messages, text=text: text), False  # type: ignore[misc]
 
 
 async def scripted_episode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ def _marked(kind: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _tags_parser(parameters: tuple[tuple[str, str], ...]) -> TagsParser:
-    """Kept: it is the same for every trajectory."""
+    """Kept, as its pattern takes longest: it is the same for every trajectory."""
     return TagsParser(dict(parameters))
 
 
@@ -268,7 +269,7 @@ class ToolEnv(Environment):
         for reserved in ("answer", "think"):
             if reserved in tools:
                 raise ConfigError(f"{type(self).__name__}: a tool can't be called '{reserved}' in protocol tags")
-        return _tags_parser(tuple((name, self._tag_parameter(tool)) for name, tool in tools.items()))
+        return copy.copy(_tags_parser(tuple((name, self._tag_parameter(tool)) for name, tool in tools.items())))
 
     def _tag_parameter(self, tool: Tool) -> str:
         """The parameter that a tag's text goes to: the first that takes a string."""

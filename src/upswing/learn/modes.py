@@ -11,11 +11,10 @@ from torch import nn
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set every module to training or evaluation mode, and restore each one's own mode, also after an exception."""
-    others = [module for module in model.modules() if module.training is not training]
-    for module in others:
-        module.training = training
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
     try:
         yield
     finally:
-        for module in others:
-            module.training = not training
+        for module, was_training in before:
+            module.training = was_training

@@ -118,7 +118,7 @@ async def examine(context: RunContext, rules: Graduation, stage: str, step: int,
 def pace_of(played: Sequence[Trajectory], seconds: float) -> dict[str, float]:
     """Sampled tokens a second; of a trajectory its seconds, many at once, and its tokens, those of the prompt apart."""
     branches, count = [branch for one in played for branch in one.branches], len(played)
-    prompts = sum(int(branch.sampled.argmax()) for branch in branches)
+    prompts = sum(int(one.branches[0].sampled.argmax()) for one in played if one.branches)
     return {
         "sampled_per_s": sum(one.num_sampled_tokens for one in played) / seconds,
         "trajectory_s": seconds / count,

@@ -215,6 +215,10 @@ def _memory_gb(context: RunContext, stage: RlStage, model: Any) -> dict[str, flo
     return {what: size / 1e9 for what, size in parts.items() if size}
 
 
+def _pack_tokens(stage: RlStage, device: str) -> int:
+    return stage.max_tokens_per_pack or (CPU_PACK if device == "cpu" else GPU_PACK)
+
+
 def learner_bytes(
     recipe: Recipe, stage: RlStage, model: Any, fits: Fits, dtype: torch.dtype, device: str, ranks: int = 1
 ) -> dict[str, float]:
@@ -223,8 +227,7 @@ def learner_bytes(
     weights = list(model.parameters())
     held = sum(p.nbytes for p in weights)
     trained = held + 12 * sum(p.numel() for p in weights if p.requires_grad)  # gradient and two moments in float32
-    pack = stage.max_tokens_per_pack or (CPU_PACK if device == "cpu" else GPU_PACK)
-    pack = max(pack, recipe.limits.context_tokens)
+    pack = max(_pack_tokens(stage, device), recipe.limits.context_tokens)
     kept, choice = pack / fits.kept, stage.gradient_checkpointing
     activations = min(kept, pack / fits.recomputed if choice is True else choice or kept)
     return {
@@ -339,7 +342,9 @@ def _known(
         return known
     looks = 1 + bool(stage.kl_coef)  # log-probs of before the update, and the reference's
     forwards = stage.updates_per_batch + looks / FORWARDS
-    tokens = pace["further_tokens"] + pace["prompt_tokens"] / stage.group_size  # a group's prompt is computed once
+    room = _pack_tokens(stage, next(model.parameters()).device.type) - pace["prompt_tokens"]
+    sharing = min(max(1.0, room / max(1.0, pace["further_tokens"])), stage.group_size)  # a prompt once a pack
+    tokens = pace["further_tokens"] + pace["prompt_tokens"] / sharing
     return _in_time(stage, known, pace["trajectory_s"], forwards * tokens / known.trained_per_s)
 
 
