@@ -193,7 +193,7 @@ def test_about_a_critical_finding_all_is_done_at_once_and_the_rate_comes_back_gr
 
 
 def test_a_blamed_part_of_the_reward_counts_no_more_once_and_for_good():
-    played = Played(["reweight", "kl"], about={"blamed": lambda: "call_penalty"})
+    played = Played(["reweight", "kl"], about={"blamed": lambda mode: "call_penalty"})
     first, second = played.go(bad("tool_call_collapse"), steps=1 + COOLDOWN)
     assert first.changes == {UNPAID: [None, ["call_penalty"]]} and first.text == "unpaid none -> call_penalty"
     assert first.row("rl")["changes"] == first.changes and not first.row("rl")["until"]

@@ -101,3 +101,26 @@ def test_the_side_part_that_pays_against_success_is_blamed_and_never_the_main_on
     assert side_part(played({"step": 1, "variance_share_style": 0.9}, weights=unmeasured), unmeasured) is None
     wrong_sign = {"length_penalty": -4.0, "strict_match": 1.0}
     assert side_part(played(*rows, weights=wrong_sign), wrong_sign) == "length_penalty"
+
+
+def test_a_part_that_pays_for_the_very_mode_is_blamed_before_success_falls():
+    """Answering at once pays four times as much as answering rightly: calls get rarer, success stays where it is."""
+    paid = {"answered": 4.0, "strict_match": 1.0, "format": 0.0}
+
+    def steps(success: float, together: float) -> History:
+        return played(
+            *(
+                {"step": s, "score_strict_match": 0.4 if s < 7 else success, "score_answered": 0.5 + 0.03 * s,
+                 "score_format": 0.9, "num_trajectories": 64, "variance_share_answered": 0.8,
+                 "side_calls_corr": -together, "side_length_corr": -together}
+                for s in range(1, 13)
+            ),
+            weights=paid,
+        )  # fmt: skip
+
+    for mode in ("tool_call_collapse", "length_collapse"):
+        assert side_part(steps(0.4, 0.8), paid, mode=mode) == "answered"
+        assert side_part(steps(0.4, 0.1), paid, mode=mode) is None, "they don't go together"
+        assert side_part(steps(0.9, 0.8), paid, mode=mode) is None, "it is the way to success"
+    for mode in ("", "length_explosion", "entropy_collapse"):
+        assert side_part(steps(0.4, 0.8), paid, mode=mode) is None

@@ -29,8 +29,8 @@ class Situation:
     """Medians of the stage's first steps, as `normal_of` has them."""
     decided: Callable[[], Sequence[str]] = tuple
     """Ids of repeated tasks that the agent always solves or never does; slow."""
-    blamed: Callable[[], str | None] = lambda: None
-    """The part of the reward that pays against success, as `side_part` has it."""
+    blamed: Callable[[str], str | None] = lambda mode: None
+    """The part of the reward that pays against success, or for a mode, as `side_part` has it."""
     dropped: bool = False
     """Success has surely lost a tenth of its peak."""
     paid: Callable[[int], bool] = lambda since: False
@@ -165,7 +165,7 @@ def _shapeable(keys: Keys) -> str | None:
 
 def _reweight(s: Situation, mode: str) -> dict[str, Any] | None:
     """Never the last part: what is success, or without one the heaviest, is never blamed."""
-    blamed, before = s.blamed(), list(s.now.get(UNPAID) or ())
+    blamed, before = s.blamed(mode), list(s.now.get(UNPAID) or ())
     return None if blamed is None or blamed in before else {UNPAID: [*before, blamed]}
 
 

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from upswing.monitor.detectors.conduct import LURES, lured_by
 from upswing.monitor.detectors.readings import Readings
 from upswing.monitor.history import SUCCESS, History
 from upswing.monitor.stats import median
@@ -62,23 +63,24 @@ def _until(history: History, prefix: str, step: float) -> np.ndarray:
     return found
 
 
-def side_part(history: History, weights: Mapping[str, float], gone: Collection[str] = ()) -> str | None:
+def side_part(history: History, weights: Mapping[str, float], gone: Collection[str] = (), mode: str = "") -> str | None:
     """The verifier whose part of the reward is to blame where success fails: a penalty (a negative weight, or a score
     that is below 0 and never above), of several the one with most of the reward's variance; else, where `strict_match`
-    is paid, a part that has most of it, at the start or now, and whose score rose while success fell. None: there is
-    none.
+    is paid, a part that has most of it, at the start or now, and whose score rose while success fell, or while success
+    hasn't risen what such parts pay for is just what `mode` was found by. None: there is none.
 
     `weights`: the rubric's, by verifier. Never `strict_match`, nor without a weight on it the heaviest; nor one of
     those that are `gone`.
     """
     main = SUCCESS if weights.get(SUCCESS, 0) > 0 else max(weights, key=lambda name: weights[name], default="")
     r, found = Readings(history), []
+    paid_for = mode in LURES and lured_by(r, mode) is not None and not r.rose("success", 0, APART)
     for name in sorted(weights.keys() - {main, *gone}):
         values = history.known(f"variance_share_{name}")[1]
         share = max(abs(median(values[:FIRST])), abs(median(values[-SMOOTH:]))) if len(values) else 0.0
         scores = history.known(f"score_{name}")[1]
         penalty = weights[name] < 0 or (weights[name] > 0 and scores.max(initial=-1) <= 0 and scores.min(initial=0) < 0)
         lures = main == SUCCESS and weights[name] > 0 and share >= MOST
-        if penalty or (lures and r.rose(f"score_{name}", 0, APART) and r.fell("success", 0, APART)):
+        if penalty or (lures and (paid_for or (r.rose(f"score_{name}", 0, APART) and r.fell("success", 0, APART)))):
             found.append((penalty, share, name))
     return max(found)[-1] if found else None

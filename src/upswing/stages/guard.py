@@ -119,7 +119,7 @@ class Guard:
             now={**base, **changed, **dict(self.now)},  # what a change has made ineffective is not in `self.now`
             normal=normal_of(history),
             decided=self._decided,
-            blamed=lambda: side_part(history, weights, changed.get(UNPAID, ())),
+            blamed=lambda mode: side_part(history, weights, changed.get(UNPAID, ()), mode),
             dropped=readings.dropped,
             paid=readings.paid,
         )

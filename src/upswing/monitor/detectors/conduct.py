@@ -21,10 +21,20 @@ HEAVY = 0.25
 """Share of the best success from which on a mean charge for length outweighs it."""
 
 
-def _lure(r: Readings, name: str, sign: int) -> str | None:
-    """Evidence that what the reward has beside success pays for more (sign 1) or less of something: within groups they
-    go together, persistently, and it is most of the reward's variance, so that a small charge is none. Before anything
+LURES = {
+    "length_explosion": ("side_length_corr", 1),
+    "length_collapse": ("side_length_corr", -1),
+    "tool_call_collapse": ("side_calls_corr", -1),
+    "repeated_calls": ("side_repeats_corr", 1),
+}
+"""Modes that a reward can pay for, and the sign of what says so."""
+
+
+def lured_by(r: Readings, mode: str) -> str | None:
+    """Evidence that what the reward has beside success pays for more or less of something: within groups they go
+    together, persistently, and it is most of the reward's variance, so that a small charge is none. Before anything
     moves. Where nothing is solved yet, only what lowers the reward: all else is the way in."""
+    name, sign = LURES[mode]
     together = sign * r.history.series(name)[-PERSISTS:]
     if len(together) < PERSISTS or not (together > FELT).all():
         return None
@@ -58,7 +68,7 @@ def length_explosion(r: Readings) -> Verdict | None:
     bought = length.ratio >= 1.2 and length.z >= 3 and paying > 0.4
     only_cut = length.ratio >= 1.15 and length.z >= 3 and cut_more and cut.diff >= 0.25
     seen = (grown and signs) or (grown and length.ratio >= 2) or only_cut or bought
-    lure = _lure(r, "side_length_corr", 1)
+    lure = lured_by(r, "length_explosion")
     if not (seen or lure):
         return None
     signs += [lure] if lure else []
@@ -101,7 +111,7 @@ def length_collapse(r: Readings) -> Verdict | None:
     good = median(r.known("tokens_good").values[:LEVEL])
     early = len(r.known("sampled_tokens").values) < 6
     short, hollow = short and not early, hollow and not early
-    charge, lure = _charge(r), _lure(r, "side_length_corr", -1)
+    charge, lure = _charge(r), lured_by(r, "length_collapse")
     charged = good > free and not charge < 0.01
     if not (short or hollow or charged or lure):
         return None
@@ -157,7 +167,7 @@ def tool_call_collapse(r: Readings) -> Verdict | None:
     fewer = calls.start >= 0.3 and calls.z <= -3.5 and (calls.now < 0.2 or calls.ratio < 0.5)
     silent = none.now >= 0.5 and r.rose("no_call_frac", 0.3)
     never = calls.now < 0.05 and calls.start < 0.05
-    lure = _lure(r, "side_calls_corr", -1)
+    lure = lured_by(r, "tool_call_collapse")
     if not (fewer or silent or never or lure):
         return None
     since = r.left("tool_calls", -1) if fewer else r.left("no_call_frac", 1) if silent else int(r.history.steps_S[0])
@@ -201,7 +211,7 @@ def repeated_calls(r: Readings) -> Verdict | None:
     again, ended = r.shift("duplicate_call_frac"), r.shift("max_turns_frac")
     now = again.now
     more = r.rose("duplicate_call_frac", 0.1)
-    many, lure = now >= 0.3 and (more or now >= 0.4), _lure(r, "side_repeats_corr", 1)
+    many, lure = now >= 0.3 and (more or now >= 0.4), lured_by(r, "repeated_calls")
     first = int(r.history.steps_S[0])
     if not (many or (lure and r.helpless(first))):
         return None
