@@ -27,7 +27,7 @@ def serve_command(
     stage: Annotated[str | None, typer.Option(help="Of a run: base or a stage; by default the last finished.")] = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    protocol: Annotated[str | None, typer.Option(help="How calls are written; default: the run's, else hermes.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="How calls are written; default: the run's, or hermes.")] = None,
     tools_in: Annotated[
         str | None,
         typer.Option(help="Where tools are told: template, system, nowhere; default: as in the run, else what fits."),
