@@ -165,7 +165,7 @@ class Careless(ToolEnv):
 def test_an_expert_that_is_careless_on_purpose_is_no_right_answer_refused():
     report = audited(asked("Lima", "Oslo", "Kyiv", "Rome", "Bern", "Cairo"), "strict_match", kind=Careless)
     assert report.false_reject == report.false_accept == 0
-    assert report.untested and all("is it careless?" in why for why in report.untested.values()), "it is told, though"
+    assert report.refused and not report.untested, "it is told, though"
     report = audited(asked("Lima", "Oslo"), lambda answer, gold: 0.0, kind=Careless)
     assert report.false_reject == 1 and len(report.untested) == 2
 

@@ -77,10 +77,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All verdicts. `untested`: tasks that couldn't be attacked, or not in all ways, and why."""
+    """All verdicts. `untested`: tasks that couldn't be attacked, or not in all ways, and why. `refused`: tasks whose
+    expert earned nothing at first, and with how many plays."""
 
     verdicts: tuple[Verdict, ...]
     untested: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
 
     def rate(self, wanted: Wanted, *, accepted: bool) -> float:
         """Of the verdicts on attacks that should be `wanted`, the share that was (not) accepted; NaN without any."""
@@ -166,14 +168,14 @@ async def audit(world: World, tasks: Sequence[Task], *, seed: int = 0, programs:
                 continue
             gained = -math.inf if value is None else value - play.floor
             verdicts.append(Verdict(task.id, one, value, gained > _ENOUGH * (play.full - play.floor), reason))
-        if play.refused:
-            untested[task.id] = f"{play.refused} of the expert's plays earned nothing before one did: is it careless?"
         if task.gold and not _literal(play.said[-1], play.episode):
             why = f"its answer {play.episode.answer!r:.80} doesn't stand in the last message"
             untested[task.id] = f"{why}, so only some attacks were tried"
 
     await _together(attack(task, play) for task, play in zip(tasks, plays, strict=True) if play is not None)
-    return AuditReport(tuple(verdicts), untested)
+    both = zip(tasks, plays, strict=True)
+    refused = {task.id: play.refused for task, play in both if play is not None and play.refused}
+    return AuditReport(tuple(verdicts), untested, refused)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

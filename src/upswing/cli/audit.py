@@ -62,6 +62,8 @@ def audit_command(
             "their data no final_state, calls or evidence, and they are done in one turn; give them one of these"
         )
     log.note(f"{len(found)} tasks, {len(report.untested)} not or not fully tested")
+    if report.refused:
+        log.note(f"{len(report.refused)} whose expert earned nothing at first: careless on purpose, or is it refused?")
     log.note(f"{accept:.2%} of wrong answers accepted, {reject:.2%} of right ones refused")
     if not (accept <= max_false_accept and reject <= max_false_reject):
         raise typer.Exit(EXIT_FAILED)
