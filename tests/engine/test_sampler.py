@@ -67,6 +67,20 @@ def test_frequencies_match_probabilities(sampling: Sampling, vocab: int) -> None
     assert drawn.entropies[0] == pytest.approx(float(entropy), abs=1e-5)
 
 
+@pytest.mark.parametrize("one", [*CASES, Sampling(temperature=0)])
+def test_draws_from_a_shared_row_are_those_from_copies_of_it(one: Sampling) -> None:
+    """Beside others with other settings too."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(2)) * 2
+    rng, rows = random.Random(3), [0, 0, 1, 2, 2, 2, 0]
+    uniforms = [rng.random() for _ in rows]
+    for samplings in ([one] * 7, [one, Sampling(temperature=0.7), one, one, Sampling(top_k=5), one, one]):
+        drawn = sample(logits, samplings, uniforms, rows)
+        copied = sample(logits[rows], samplings, uniforms)
+        assert drawn.tokens == copied.tokens
+        assert drawn.logprobs == pytest.approx(copied.logprobs, abs=1e-6)
+        assert drawn.entropies == pytest.approx(copied.entropies, abs=1e-6)
+
+
 def test_inverse_cdf_picks_the_interval() -> None:
     """The u-th quantile in vocabulary order, across blocks of the two-level search."""
     probs = torch.rand(500, generator=torch.Generator().manual_seed(1)).double()

@@ -4,7 +4,9 @@ import asyncio
 import copy
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -125,13 +127,81 @@ async def test_a_groups_prompt_is_computed_once(make_engine: MakeEngine) -> None
     engine = make_engine()
     samplings = [Sampling(max_tokens=12, seed=seed) for seed in range(8)]
     done = await asyncio.gather(*(engine.generate(prompt, s) for s in samplings))
-    # The first computes 50 tokens; each of the others copies 49 and computes the last, whose logits it needs.
-    assert engine.stats.prefill_tokens == 50 + 7
-    assert engine.stats.cached_tokens == 7 * 49
+    assert engine.stats.prefill_tokens == 50
+    assert engine.stats.cached_tokens == 7 * 50
     assert engine.stats.decode_tokens == 8 * 11
     alone = [await make_engine().generate(prompt, s) for s in samplings]
     assert [c.tokens for c in done] == [c.tokens for c in alone]
     assert len({c.tokens for c in done}) == 8  # case SYNC-07: every seed its own text, and the same one again
+
+
+def count_rows(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each of the engine's forwards, as they are made."""
+    counts: list[int] = []
+    forward = engine._forward
+
+    def counting(segments: Any, ids: Any, ends: Any) -> torch.Tensor:
+        counts.append(len(ids))
+        return forward(segments, ids, ends)
+
+    monkeypatch.setattr(engine, "_forward", counting)
+    return counts
+
+
+@pytest.mark.parametrize("chunk", [16, 1024])
+async def test_equal_sequences_are_one_row_until_they_part(
+    make_engine: MakeEngine, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Two groups, of five and three; a short one beside them, so that slots of the same tokens don't lie together."""
+    work = prompts(2, seed=30, low=50, high=50)
+    engine = make_engine(prefill_chunk=chunk)
+    rows = count_rows(engine, monkeypatch)
+    cold = Sampling(max_tokens=24, temperature=0.05)  # alike for some tokens, then not
+    asked = [(work[i % 2], replace(cold, seed=i, max_tokens=24 - i % 3)) for i in range(8)] + [([7, 8, 9], GREEDY)]
+    done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in asked))
+    sequences = [[*prompt, *completion.tokens[:-1]] for (prompt, _), completion in zip(asked, done, strict=True)]
+    assert sum(rows) == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}) < sum(map(len, sequences))
+    assert len({c.tokens for c in done}) > 3
+    for (prompt, sampling), completion in zip(asked, done, strict=True):
+        assert completion.tokens == (await make_engine().generate(prompt, sampling)).tokens
+        expected = hf_logprobs(oracle, prompt, completion, sampling)
+        torch.testing.assert_close(torch.tensor(completion.engine_logprobs).double(), expected, atol=1e-4, rtol=0)
+
+
+async def test_equal_sequences_may_have_different_settings(make_engine: MakeEngine, oracle: PreTrainedModel) -> None:
+    prompt = prompts(1, seed=31, low=30, high=30)[0]
+    samplings = [
+        GREEDY,
+        GREEDY,
+        Sampling(max_tokens=8, top_k=1),
+        Sampling(max_tokens=8, seed=1),
+        replace(GREEDY, max_tokens=3),
+    ]
+    engine = make_engine()
+    done = await asyncio.gather(*(engine.generate(prompt, s) for s in samplings))
+    for sampling, completion in zip(samplings, done, strict=True):
+        assert len(completion.tokens) == sampling.max_tokens
+        expected = hf_logprobs(oracle, prompt, completion, sampling)
+        torch.testing.assert_close(torch.tensor(completion.engine_logprobs).double(), expected, atol=1e-4, rtol=0)
+    assert done[0].tokens == done[1].tokens == hf_greedy(oracle, prompt, 10)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+async def test_a_sequence_goes_on_when_an_equal_one_is_cancelled(
+    make_engine: MakeEngine, oracle: PreTrainedModel, gone: int
+) -> None:
+    """Whichever of them was computed: what it wrote for the other is whole."""
+    prompt = prompts(1, seed=32, low=20, high=20)[0]
+    engine = make_engine()
+    long = Sampling(max_tokens=60, temperature=0)
+    tasks = [asyncio.create_task(engine.generate(prompt, long, session=str(i))) for i in range(2)]
+    while engine.stats.decode_tokens < 20:
+        await asyncio.sleep(0.001)
+    tasks[gone].cancel()
+    done = await tasks[1 - gone]
+    assert done.tokens == hf_greedy(oracle, prompt, 60)
+    more = await engine.generate([*prompt, *done.tokens, 5, 6], GREEDY, session=str(1 - gone))
+    assert more.tokens == hf_greedy(oracle, [*prompt, *done.tokens, 5, 6], 10)
 
 
 async def test_a_system_prompt_is_shared_across_groups(make_engine: MakeEngine, oracle: PreTrainedModel) -> None:
@@ -139,7 +209,7 @@ async def test_a_system_prompt_is_shared_across_groups(make_engine: MakeEngine, 
     work = [system + tail for tail in prompts(3, seed=5, low=20, high=20) for _ in range(2)]
     engine = make_engine()
     done = await all_of(engine, work, GREEDY)
-    assert engine.stats.prefill_tokens == 40 + 3 * 20 + 3
+    assert engine.stats.prefill_tokens == 40 + 3 * 20
     assert [c.tokens for c in done] == [hf_greedy(oracle, p, 10) for p in work]
 
 

@@ -91,8 +91,8 @@ async def test_no_token_is_prefilled_twice_across_turns_of_a_group(make_engine: 
 
     await asyncio.gather(*(play(i) for i in range(4)))
     stats = engine.stats
-    # The prompt once; its last token for each of the other three (its logits are needed); what tools said; and each
-    # turn's last sampled token, whose keys nobody needed until the next turn began.
-    assert stats.prefill_tokens == 60 + 3 + observed + 4 * 2
+    # The prompt once; what tools said; and each turn's last sampled token, whose keys nobody needed until the next turn
+    # began.
+    assert stats.prefill_tokens == 60 + observed + 4 * 2
     assert stats.decode_tokens == sampled - 4 * 3
     assert (stats.evictions, stats.preemptions) == (0, 0)

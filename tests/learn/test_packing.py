@@ -161,13 +161,71 @@ def test_first_token_right_after_a_shared_prompt_and_immediate_end():
     assert_same_gradients(gradients(model, got.sum()), gradients(reference, want.sum()))
 
 
-def test_a_prefix_never_reaches_past_a_first_loss_token():
+def test_what_one_row_trains_and_another_reads_is_computed_once():
     """The second row is trained from position 9 on what the first only reads."""
     same = list(range(10, 30))
     rows = [row([*same, 5], [20]), row([*same, 6], range(9, 21))]
     (one,) = pack(rows, 1000)
-    assert one.segments[0].end == 9
+    assert [(s.start, s.end) for s in one.segments] == [(0, 20)]
     torch.testing.assert_close(packed(switched(tiny()), rows)[0], plain_at_loss(tiny(), rows), rtol=0, atol=1e-5)
+
+
+def attempts(seed=0, groups=2, size=6):
+    """Groups of attempts that part at a call, at its result or at the answer; some are the same."""
+    rng, rows = np.random.default_rng(seed), []
+    for group in range(groups):
+        prompt = rng.integers(3, VOCAB, 12).tolist()
+        calls, results, answers = (rng.integers(3, VOCAB, (2, 10)).tolist() for _ in range(3))
+        for _ in range(size):
+            call, result, answer = (part[rng.integers(2)] for part in (calls, results, answers))
+            tokens = [*prompt, *call, *result, *answer]
+            rows.append(row(tokens, [*range(12, 22), *range(32, 42)], group=group, trajectory=len(rows)))
+    return rows
+
+
+def tree_size(rows):
+    """Distinct beginnings, by definition."""
+    return len({(r.group, *r.tokens[:n].tolist()) for r in rows for n in range(1, int(r.loss_positions[-1]) + 1)})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_share_as_far_as_they_are_alike_trained_tokens_too(kind):
+    rows = attempts()
+    (one,) = pack(rows, 10_000)
+    assert one.num_tokens == tree_size(rows) < 0.6 * sum(r.loss_positions[-1] for r in rows)
+    weights = torch.linspace(-1, 2, flatten(rows).num_tokens)
+    reference, model = tiny(kind), switched(tiny(kind))
+    want, got = plain_at_loss(reference, rows, 0.7), packed(model, rows, 10_000, 0.7)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(model, (weights * got).sum()), gradients(reference, (weights * want).sum()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(20, 200), st.booleans())
+def test_packs_hold_what_they_may_and_every_loss_token_once(seed, max_tokens, keep_groups):
+    rows = attempts(seed, groups=3, size=5)
+    packs = pack(rows, max_tokens, keep_groups=keep_groups)
+    for one in packs:
+        alone = len({rows[index].group for index in one.row_indices}) == 1 if keep_groups else len(one.row_indices) == 1
+        assert one.num_tokens <= max_tokens or alone
+    flat = flatten(rows)
+    assert sorted(slot for one in packs for slot in one.slot_M.tolist()) == list(range(flat.num_tokens))
+    for one in packs:
+        for place, slot in zip(one.predict_M.tolist(), one.slot_M.tolist(), strict=True):
+            [read] = [s for s in one.segments if s.start <= place < s.end]
+            seen = one.tokens_N[read.start : place + 1].tolist()
+            while read.prefix is not None:
+                read = one.segments[read.prefix]
+                seen = [*one.tokens_N[read.start : read.end].tolist(), *seen]
+            whole = rows[int(flat.row_N[slot])].tokens.tolist()
+            assert seen == whole[: len(seen)] and len(seen) == int(flat.position_N[slot])
+
+
+def test_a_thousand_nested_rows_are_one_chain():
+    tokens = np.arange(12_000) % 50 + 3
+    rows = [row(tokens[: 10 * n + 1].tolist(), [10 * n], group=0) for n in range(1, 1200)]
+    (one,) = pack(rows, 20_000)
+    assert one.num_tokens == 11_990
 
 
 def test_end_token_that_equals_padding_is_a_token_like_any_other():

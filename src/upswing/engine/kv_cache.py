@@ -98,7 +98,7 @@ def _grown(needed: int, held: int, least: int, most: int) -> int:
 
 
 class Segment(NamedTuple):
-    """Consecutive new tokens of one sequence in the packed input."""
+    """Consecutive new tokens of one sequence, or of several that are the same, in the packed input."""
 
     slot: int
     start: int
@@ -106,6 +106,8 @@ class Segment(NamedTuple):
     num_tokens: int
     offset: int
     """Where they begin in the packed input."""
+    twins: Sequence[int] = ()
+    """Slots of other sequences with the very same tokens, which get the same keys and values."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,16 @@ class CachedAttention:
         self._cache, self.calls = cache, 0
         like = cache.layers[0]
         self._long = [(segment, _continuation_mask(segment, like)) for segment in segments if segment.num_tokens > 1]
-        slots, starts, counts, offsets = (np.array(column) for column in zip(*segments, strict=True))
+        slots, starts, counts, offsets = (np.array(column) for column in zip(*(s[:4] for s in segments), strict=True))
         num_tokens = int(counts.sum())
         positions = np.arange(num_tokens) + np.repeat(starts - offsets, counts)
-        index = torch.from_numpy(np.stack([np.repeat(slots, counts), positions]))
-        self._slots, self.positions_N = index.to(like.device)  # one transfer
+        # Where each token is written: to its own slot, and to its twins'.
+        index = np.stack([np.arange(num_tokens), np.repeat(slots, counts), positions])
+        twins = [(twin, *segment[1:4]) for segment in segments for twin in segment.twins]
+        if twins:
+            index = np.concatenate([index, _twin_index(*np.array(twins).T)], 1)
+        self._tokens, self._slots, self._positions = torch.from_numpy(index).to(like.device)  # one transfer
+        self.positions_N = self._positions[:num_tokens]
         slots, starts = slots[len(self._long) :], starts[len(self._long) :]
         self._single_offset = num_tokens - len(slots)
         slot_bytes = like[:, :1, :, : int(starts.max(initial=0)) + 1].nbytes
@@ -144,7 +151,8 @@ class CachedAttention:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """`q` [1, Hq, N, D], `k`, `v` [1, Hkv, N, D] -> [1, N, Hq, D]."""
         cached = self._cache.layers[layer]
-        cached[:, self._slots, :, self.positions_N] = torch.stack((k[0], v[0])).permute(2, 0, 1, 3)
+        new = torch.stack((k[0], v[0])).permute(2, 0, 1, 3)
+        cached[:, self._slots, :, self._positions] = new if len(new) == len(self._tokens) else new[self._tokens]
         outs = [self._attend_segment(cached, segment, mask, q, scaling) for segment, mask in self._long]
         outs += self._attend_singles(cached, q, scaling)
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
@@ -185,6 +193,12 @@ class CachedAttention:
             if run.inside is not None:
                 attended = attended[run.inside]
             yield attended.flatten(1, 2)
+
+
+def _twin_index(slots: Int64N, starts: Int64N, counts: Int64N, offsets: Int64N) -> Int64N:
+    """[3, M]: packed token, slot and position of every key that is written for twins."""
+    within = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+    return np.stack([within + np.repeat(offsets, counts), np.repeat(slots, counts), within + np.repeat(starts, counts)])
 
 
 def _split_runs(slots: Sequence[int], max_gap: int) -> list[slice]:

@@ -3,7 +3,8 @@
 One step is one packed forward: a token for every running completion, plus up to `prefill_chunk` prompt tokens of
 those that begin. Requests wait in order; a finished one's slot is refilled at the next step. A request starts from
 the longest cached prefix there is: its own session's earlier turns, or any other sequence's (a group's prompt is
-computed once and copied). Requests that share a prefix still being computed wait for it.
+computed once and copied). Requests that share a prefix still being computed wait for it. Those whose tokens are all the
+same (a group's, until they part) are one row of the forward, and each draws from its logits.
 
 When the cache's memory is full, idle sessions lose theirs first; then the request that began last goes back to the
 front of the waiting ones, with all that it has sampled, and is computed again later.
@@ -351,7 +352,10 @@ class TorchEngine:
         self._waiting.extendleft(reversed(held_back))
 
     def _prefix_is_coming(self, request: Request, prefilling: Sequence[Request]) -> bool:
-        """Whether one of those `prefilling` has more of it than the cache does, but hasn't computed it yet."""
+        """Whether one of those `prefilling` has more of it than the cache does, but hasn't computed it yet.
+
+        Nobody waits for one with the very same tokens: they are computed together.
+        """
         if not prefilling:
             return False
         sequence = request.sequence[: request.length]
@@ -359,8 +363,9 @@ class TorchEngine:
         if more >= len(sequence):
             return False
         begins, last = sequence[:more], sequence.item(more - 1)  # which tells most apart
-        able = (r.sequence for r in prefilling if r.length >= more and r.sequence.item(more - 1) == last)
-        return any(common_prefix(other, begins) == more for other in able)
+        able = (r for r in prefilling if r.length >= more and r.sequence.item(more - 1) == last)
+        sharing = [r for r in able if common_prefix(r.sequence, begins) == more]
+        return bool(sharing) and not any(np.array_equal(r.sequence[: r.length], sequence) for r in sharing)
 
     def _place(self, request: Request, positions: int) -> None:
         """Give it a slot; all slots need `positions`."""
@@ -395,30 +400,38 @@ class TorchEngine:
         batch = self._plan()
         segments, ids, ends = _pack(batch)
         logits = self._forward(segments, ids, ends)
-        ready, num_decode = list[Request](), 0
-        for (request, count), segment in zip(batch, segments, strict=True):
+        ready, rows = list[Request](), list[int]()
+        for (twins, count), segment in zip(batch, segments, strict=True):
             stop = segment.start + count
-            request.slot.length = stop
-            num_decode += count == 1 and segment.start >= request.num_prompt
-            if stop == request.length:
-                ready.append(request)
-        self.stats.decode_tokens += num_decode
-        self.stats.prefill_tokens += len(ids) - num_decode
-        return self._sample(ready, logits) if ready else []
+            for request in twins:
+                request.slot.length = stop
+            if count == 1 and segment.start >= twins[0].num_prompt:
+                self.stats.decode_tokens += len(twins)
+            else:
+                self.stats.prefill_tokens += count
+                self.stats.cached_tokens += count * (len(twins) - 1)
+            if stop == twins[0].length:
+                rows += [rows[-1] + 1 if rows else 0] * len(twins)
+                ready += twins
+        return self._sample(ready, logits, rows) if ready else []
 
-    def _plan(self) -> list[tuple[Request, int]]:
-        """Who runs, with how many tokens: long ones first, then single tokens ascending by slot."""
-        singles: list[tuple[Request, int]] = []
-        long: list[tuple[Request, int]] = []
-        budget = self.prefill_chunk
+    def _plan(self) -> list[tuple[list[Request], int]]:
+        """Who runs, those with the same tokens as one, and with how many: long ones first, then single tokens ascending
+        by slot."""
+        alike: dict[tuple[int, bytes], list[Request]] = {}
         for request in self._active:
-            count = request.num_pending
+            alike.setdefault((request.slot.length, request.sequence[: request.length].tobytes()), []).append(request)
+        singles: list[tuple[list[Request], int]] = []
+        long: list[tuple[list[Request], int]] = []
+        budget = self.prefill_chunk
+        for twins in alike.values():
+            count = twins[0].num_pending
             if count > 1:
                 count = min(count, budget)
                 budget -= count
             if count:
-                (long if count > 1 else singles).append((request, count))
-        singles.sort(key=lambda pair: pair[0].slot.index)
+                (long if count > 1 else singles).append((twins, count))
+        singles.sort(key=lambda pair: pair[0][0].slot.index)
         return long + singles
 
     def _forward(self, segments: Sequence[Segment], ids: Int32T, ends: Sequence[int]) -> torch.Tensor:
@@ -435,25 +448,25 @@ class TorchEngine:
         check_all_attended(self.model, attention)
         return cast(torch.Tensor, output.logits[0])
 
-    def _sample(self, ready: Sequence[Request], logits_BV: torch.Tensor) -> list[Request]:
-        """Add a token to each ready request; returns those that ended."""
-        sampled = sample(logits_BV, [r.sampling for r in ready], [r.rng.random() for r in ready])
-        rows = zip(ready, sampled.tokens, sampled.logprobs, sampled.entropies, strict=True)
-        finished = [r for r, token, logprob, entropy in rows if r.add(token, logprob, entropy, self.version)]
+    def _sample(self, ready: Sequence[Request], logits_UV: torch.Tensor, rows: Sequence[int]) -> list[Request]:
+        """Add a token to each ready request, from its row of the logits; returns those that ended."""
+        sampled = sample(logits_UV, [r.sampling for r in ready], [r.rng.random() for r in ready], rows)
+        drawn = zip(ready, sampled.tokens, sampled.logprobs, sampled.entropies, strict=True)
+        finished = [r for r, token, logprob, entropy in drawn if r.add(token, logprob, entropy, self.version)]
         for request in finished:
             self._leave(request, keep=True)
         return finished
 
 
-def _pack(batch: Iterable[tuple[Request, int]]) -> tuple[list[Segment], Int32T, list[int]]:
+def _pack(batch: Iterable[tuple[Sequence[Request], int]]) -> tuple[list[Segment], Int32T, list[int]]:
     """Segments, their tokens in a row, and the packed index of each last token whose logits are needed."""
     segments: list[Segment] = []
     pieces: list[Int32T] = []
     ends: list[int] = []
     offset = 0
-    for request, count in batch:
+    for (request, *others), count in batch:
         start = request.slot.length
-        segments.append(Segment(request.slot.index, start, count, offset))
+        segments.append(Segment(request.slot.index, start, count, offset, [other.slot.index for other in others]))
         pieces.append(request.sequence[start : start + count])
         offset += count
         if start + count == request.length:

@@ -62,7 +62,8 @@ class Fits:
 
 def _probe(rows: int, length: int, shared: int) -> Pack:
     trained = np.arange(length + 1) >= shared
-    [one] = pack([TrainRow(tokens=np.zeros(length + 1, np.int32), loss_mask=trained)] * rows, rows * length)
+    tokens = [np.where(trained, index, rows).astype(np.int32) for index in range(rows)]  # alike where they share
+    [one] = pack([TrainRow(tokens=own, loss_mask=trained) for own in tokens], rows * length)
     return one
 
 

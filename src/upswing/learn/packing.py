@@ -1,8 +1,9 @@
 """Rows into packs: token sequences laid end to end, with shared beginnings stored once.
 
 A pack is a forest of segments. A segment attends to itself causally and to the whole chain of its prefixes; nothing
-else in the pack is visible to it. What all rows of a pack begin with (a system prompt) is one segment, what the rows
-of one group begin with beyond that (the question) another, and the rest of each row its own. Only what some loss token
+else in the pack is visible to it. What all rows of a pack begin with (a system prompt) is one segment. What the rows
+of one group begin with beyond that is a tree: the question, and as far as some of them go on alike (the same first
+call, and its result) each stretch once, trained tokens too; the rest of each row is its own. Only what some loss token
 needs is kept: a row ends just before its last loss token, since that token itself predicts nothing that is trained.
 
 Axis letters: N tokens of a pack, M loss tokens predicted in a pack.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Pack:
         return sum(int(self.position_ids_N[one.end - 1]) + 1 for one in self.segments if one.prefix is not None)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Item:
     """A row as the packer sees it."""
 
@@ -71,15 +72,20 @@ class _Item:
     """int32: all tokens of the row; the first `needed` are the model's input."""
     loss_positions: np.ndarray
     slot: int
+    path: tuple[_Stretch, ...] = ()
+    """Of its group's tree: from the beginning to its own last token."""
 
     @property
     def needed(self) -> int:
         return int(self.loss_positions[-1])
 
-    @property
-    def shareable(self) -> int:
-        """How many tokens precede the first loss token."""
-        return int(self.loss_positions[0])
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Stretch:
+    """Tokens `start:end` of the rows that share them."""
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,8 +93,12 @@ class _Unit:
     """Rows of one group that go into one pack together."""
 
     items: tuple[_Item, ...]
-    size: int
-    """An upper bound on the tokens that they take."""
+    stretches: frozenset[_Stretch]
+
+    @property
+    def size(self) -> int:
+        """Tokens that they take. Units that meet in a pack never need more than their sum: trees are whole groups'."""
+        return sum(stretch.end - stretch.start for stretch in self.stretches)
 
 
 def pack(
@@ -104,7 +114,10 @@ def pack(
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
     items = _items(rows, include)
     largest = sys.maxsize if keep_groups else max_tokens
-    units = [unit for members in _by_group(items).values() for unit in _split_group(members, largest)]
+    groups = _by_group(items).values()
+    for members in groups:
+        _grow(members)
+    units = [unit for members in groups for unit in _split_group(members, largest)]
     return [_build(members) for members in _first_fit(units, max_tokens)]
 
 
@@ -126,31 +139,45 @@ def _by_group(items: Sequence[_Item]) -> dict[int, list[_Item]]:
     return groups
 
 
-def _shared_length(items: Sequence[_Item], least: int = MIN_SHARED) -> int:
-    """Length of what all items begin with, before any one's first loss token; 0 when less than `least`."""
-    if len(items) < 2:
-        return 0
-    limit = min(item.shareable for item in items)
-    first = items[0].tokens[:limit]
+def _shared_length(items: Sequence[_Item], start: int = 0) -> int:
+    """Length of what all items begin with; that they share their first `start` tokens is known."""
+    limit = min(item.needed for item in items)
+    first = items[0].tokens
     for item in items[1:]:
-        differs = np.flatnonzero(first[:limit] != item.tokens[:limit])
-        limit = int(differs[0]) if len(differs) else limit
-    return limit if limit >= least else 0
+        differs = np.flatnonzero(first[start:limit] != item.tokens[start:limit])
+        limit = start + int(differs[0]) if len(differs) else limit
+    return limit
+
+
+def _grow(items: Sequence[_Item]) -> None:
+    """Give the rows of a group their paths."""
+    growing: list[tuple[Sequence[_Item], int, tuple[_Stretch, ...]]] = [(items, 0, ())]
+    while growing:  # not by recursion: an agent of a thousand turns may have a row for each, all nested
+        members, start, path = growing.pop()
+        if len(members) == 1:
+            members[0].path = (*path, _Stretch(start=start, end=members[0].needed))
+            continue
+        end = _shared_length(members, start)
+        if end >= start + MIN_SHARED:
+            path, start = (*path, _Stretch(start=start, end=end)), end
+        branches: dict[object, list[_Item]] = {}
+        for item in members:
+            following = item.tokens[start : min(start + MIN_SHARED, item.needed)]
+            # Too little to share: on its own.
+            branches.setdefault(following.tobytes() if len(following) == MIN_SHARED else item.index, []).append(item)
+        growing += [(branch, start, path) for branch in branches.values()]
 
 
 def _split_group(items: list[_Item], max_tokens: int) -> list[_Unit]:
-    """Cut a group into units that fit a pack, in order.
-
-    Sizes count what the *whole* group shares: units that meet again in a pack then never need more than their sum.
-    """
-    shared = _shared_length(items)
+    """Cut a group into units that fit a pack, in order."""
     units: list[_Unit] = []
     for item in items:
-        extra = item.needed - shared
-        if units and units[-1].size + extra <= max_tokens:
-            units[-1] = _Unit(items=(*units[-1].items, item), size=units[-1].size + extra)
-        else:
-            units.append(_Unit(items=(item,), size=item.needed))
+        if units:
+            more = replace(units[-1], items=(*units[-1].items, item), stretches=units[-1].stretches | {*item.path})
+            if more.size <= max_tokens:
+                units[-1] = more
+                continue
+        units.append(_Unit(items=(item,), stretches=frozenset(item.path)))
     return units
 
 
@@ -169,6 +196,16 @@ def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Item]]:
     return bins
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Chain:
+    """A segment with all its prefixes."""
+
+    last: int | None
+    """Its index; None: nothing yet."""
+    places: np.ndarray
+    """int64: where in the pack each of its tokens is, prefixes included."""
+
+
 @dataclass(kw_only=True)
 class _Layout:
     """A pack being written."""
@@ -182,27 +219,41 @@ class _Layout:
     rows: list[int] = field(default_factory=list)
     length: int = 0
 
-    def add_segment(self, tokens: np.ndarray, first_position: int, prefix: int | None) -> int | None:
-        """Append tokens; returns the new segment's index, or `prefix` when there is nothing to append."""
+    def add(self, tokens: np.ndarray, chain: _Chain) -> _Chain:
+        """Append tokens that continue a chain of segments; returns the longer chain."""
         if not len(tokens):
-            return prefix
+            return chain
+        before, count = len(chain.places), len(tokens)
         self.tokens.append(tokens.astype(np.int64))
-        self.positions.append(np.arange(first_position, first_position + len(tokens), dtype=np.int64))
-        self.segments.append(Segment(start=self.length, end=self.length + len(tokens), prefix=prefix))
-        self.length += len(tokens)
-        return len(self.segments) - 1
+        self.positions.append(np.arange(before, before + count, dtype=np.int64))
+        self.segments.append(Segment(start=self.length, end=self.length + count, prefix=chain.last))
+        places = np.concatenate([chain.places, np.arange(self.length, self.length + count, dtype=np.int64)])
+        self.length += count
+        return _Chain(last=len(self.segments) - 1, places=places)
 
-    def add_row(self, item: _Item, shared: int, prefix: int | None) -> None:
-        """Append what follows the first `shared` tokens of a row, and where its loss tokens are predicted."""
-        own_start = self.length
-        self.add_segment(item.tokens[shared : item.needed], shared, prefix)
-        before = item.loss_positions - 1
-        # A loss token right after the shared part is predicted by the last token of the prefix.
-        last_of_prefix = self.segments[prefix].end - 1 if prefix is not None else -1
-        self.predict.append(np.where(before >= shared, own_start + before - shared, last_of_prefix))
+    def add_row(self, item: _Item, chain: _Chain) -> None:
+        """Append what a row has beyond its chain, and where its loss tokens are predicted."""
+        places = self.add(item.tokens[len(chain.places) : item.needed], chain).places
+        self.predict.append(places[item.loss_positions - 1])
         self.target.append(item.tokens[item.loss_positions].astype(np.int64))
         self.slot.append(np.arange(item.slot, item.slot + len(item.loss_positions), dtype=np.int64))
         self.rows.append(item.index)
+
+    def add_tree(self, items: Sequence[_Item], root: _Chain) -> None:
+        """Append rows of one group, which share what the root has."""
+        waiting: list[tuple[Sequence[_Item], int, _Chain]] = [(items, 0, root)]
+        while waiting:
+            members, level, chain = waiting.pop()  # which share the first `level` stretches of their paths
+            if len(members) == 1:
+                self.add_row(members[0], chain)
+                continue
+            branches: dict[_Stretch, list[_Item]] = {}
+            for item in members:
+                branches.setdefault(item.path[level], []).append(item)
+            if len(branches) > 1 and level:  # no further together
+                shared = members[0].path[level - 1].end
+                chain = self.add(members[0].tokens[len(chain.places) : shared], chain)
+            waiting += [(branch, level + 1, chain) for branch in reversed(branches.values())]
 
     def finish(self) -> Pack:
         return Pack(
@@ -218,12 +269,10 @@ class _Layout:
 
 def _build(items: list[_Item]) -> Pack:
     layout = _Layout()
-    common = _shared_length(items)
-    root = layout.add_segment(items[0].tokens[:common], 0, None)
+    common = _shared_length(items) if len(items) > 1 else 0
+    root = _Chain(last=None, places=np.empty(0, np.int64))
+    if common >= MIN_SHARED:
+        root = layout.add(items[0].tokens[:common], root)
     for members in _by_group(items).values():
-        # Below a common beginning even one more shared token is worth it: a unit's size counts on it.
-        shared = max(common, _shared_length(members, least=1 if common else MIN_SHARED))
-        parent = layout.add_segment(members[0].tokens[common:shared], common, root)
-        for item in members:
-            layout.add_row(item, shared, parent)
+        layout.add_tree(members, root)
     return layout.finish()
