@@ -132,10 +132,11 @@ def work_upswing(gate: Gate, job: Mapping[str, Any], tokenizer: Any, script: Scr
 
     own_sample = TorchEngine._sample
 
-    def sample(engine: Any, ready: Sequence[Any], logits_BV: Any) -> Any:
+    def sample(engine: Any, ready: Sequence[Any], logits_UV: Any, rows: Sequence[int]) -> Any:
+        logits_BV = logits_UV[list(rows)]
         turns = [script.turn(request.sequence[: request.num_prompt]) for request in ready]
         script.force(logits_BV, turns, [len(request.tokens) for request in ready])
-        return own_sample(engine, ready, logits_BV)
+        return own_sample(engine, ready, logits_BV, range(len(ready)))
 
     TorchEngine._sample = sample  # type: ignore[method-assign]
     stage = {"stage": "rl", "steps": job["steps"], "tasks_per_step": job["prompts"], "group_size": job["samples"]}
