@@ -400,7 +400,7 @@ def logprobs_of(model: Any, prompt: list[int], tokens: tuple[int, ...], temperat
 
 def served_recipe(engine: dict[str, Any], **stage: Any) -> dict[str, Any]:
     """A recipe of one stage, an rl stage unless told otherwise."""
-    rl = {"stage": "rl", "steps": 2, "tasks_per_step": 2, "group_size": 4, "lr": 1e-3, "eval_every": 0}
+    rl = {"stage": "rl", "steps": 2, "tasks_per_step": 2, "group_size": 8, "lr": 1e-3, "eval_every": 0}
     return {
         "name": "served",
         "model": "tiny",

@@ -5,6 +5,7 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -197,11 +198,35 @@ async def test_a_sequence_goes_on_when_an_equal_one_is_cancelled(
     tasks = [asyncio.create_task(engine.generate(prompt, long, session=str(i))) for i in range(2)]
     while engine.stats.decode_tokens < 20:
         await asyncio.sleep(0.001)
+    assert not tasks[gone].done()
     tasks[gone].cancel()
     done = await tasks[1 - gone]
     assert done.tokens == hf_greedy(oracle, prompt, 60)
     more = await engine.generate([*prompt, *done.tokens, 5, 6], GREEDY, session=str(1 - gone))
     assert more.tokens == hf_greedy(oracle, [*prompt, *done.tokens, 5, 6], 10)
+
+
+@pytest.mark.parametrize("ahead", [4, 20])
+async def test_a_late_equal_computes_nothing_again(
+    make_engine: MakeEngine, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """One prompt is begun when seven equal ones come: with 4 tokens, which aren't worth a copy, or with 20."""
+    other, prompt = prompts(2, seed=33, low=60, high=60)
+    engine = make_engine(prefill_chunk=60 + ahead)
+    late = [engine._new_request(prompt, GREEDY, None) for _ in range(7)]
+    forward = engine._forward
+
+    def coming(*given: Any) -> torch.Tensor:
+        engine._inbox.extend(partial(engine._enqueue, request) for request in late)
+        monkeypatch.setattr(engine, "_forward", forward)
+        return forward(*given)
+
+    monkeypatch.setattr(engine, "_forward", coming)
+    engine._bind_loop()  # which forgets earlier requests
+    engine._requests.update(late)
+    done = await asyncio.gather(*(engine.generate(p, GREEDY) for p in (other, prompt)), *(r.future for r in late))
+    assert engine.stats.prefill_tokens <= 120 + 7  # the last token of a copied prompt is computed, for its logits
+    assert {c.tokens for c in done[1:]} == {hf_greedy(oracle, prompt, 10)}
 
 
 async def test_a_system_prompt_is_shared_across_groups(make_engine: MakeEngine, oracle: PreTrainedModel) -> None:
@@ -560,8 +585,9 @@ async def test_weights_are_read_once_each(make_engine: MakeEngine, tiny: LoadedM
 async def test_any_mixture_of_requests_has_exact_logprobs(
     make_engine: MakeEngine, tiny: LoadedModel, seed: int
 ) -> None:
-    """Shared prefixes, turns, rewritten turns, cancels, releases and weight updates, all at once; every second time
-    with less memory than the running requests need, so that some are put back."""
+    """Shared prefixes, equal requests that part early, late or never, turns, rewritten turns, cancels, releases and
+    weight updates, all at once; every second time with less memory than the running requests need, so that some are
+    put back."""
     rng, tight = random.Random(seed), seed % 2 == 1
     sizes = {"max_slots": rng.choice([1, 2, 5]), "prefill_chunk": rng.choice([7, 16, 64]), "max_context": 256}
     if tight:
@@ -578,17 +604,20 @@ async def test_any_mixture_of_requests_has_exact_logprobs(
         history = [*rng.choice(starts), rng.randrange(20, 900)]
         for _ in range(5):
             session = name if rng.random() < 0.8 else None
-            most = rng.choice([rng.randint(1, 14), 70]) if tight else rng.randint(1, 14)
+            most = 70 if tight and rng.random() < 0.7 else rng.randint(1, 14)
             sampling = Sampling(max_tokens=most, seed=rng.randrange(999))
             del history[: -(engine.max_request - most)]
-            job = asyncio.create_task(engine.generate(history, sampling, session=session))
+            asked = [sampling] * rng.choice([1, 1, 3])
+            asked[1:] = [replace(sampling, seed=i, temperature=rng.choice([0, 0.5])) for i, _ in enumerate(asked[1:])]
+            jobs = [asyncio.create_task(engine.generate(history, asked[0], session=session))]
+            jobs += [asyncio.create_task(engine.generate(history, one)) for one in asked[1:]]
             if rng.random() < 0.2:
                 await asyncio.sleep(rng.random() * 0.02)
-                job.cancel()
-            await asyncio.wait([job])
-            if not job.cancelled():
-                checked.append((list(history), job.result(), sampling))
-                history += job.result().tokens
+                rng.choice(jobs).cancel()
+            await asyncio.wait(jobs)
+            for job, one in zip(jobs, asked, strict=True):
+                checked.extend([] if job.cancelled() else [(list(history), job.result(), one)])
+            history += [] if jobs[0].cancelled() else jobs[0].result().tokens
             if rng.random() < 0.2:
                 engine.release(name)
             if rng.random() < 0.3:

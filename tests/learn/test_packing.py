@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upswing.errors import ConfigError
+from upswing.learn import forward
 from upswing.learn.forward import check_trainable, packed_forward
 from upswing.learn.packing import pack
 from upswing.learn.rows import flatten
@@ -200,6 +201,24 @@ def test_rows_share_as_far_as_they_are_alike_trained_tokens_too(kind):
     assert_same_gradients(gradients(model, (weights * got).sum()), gradients(reference, (weights * want).sum()))
 
 
+def test_the_head_runs_once_for_what_rows_have_in_common(monkeypatch):
+    rows, heads = attempts(), []
+    (one,) = pack(rows, 10_000)
+    run = forward.token_logprobs
+
+    def counted(hidden, *given):
+        heads.append(len(hidden))
+        return run(hidden, *given)
+
+    monkeypatch.setattr(forward, "token_logprobs", counted)
+    got, entropy = packed(switched(tiny("llama")), rows)
+    distinct = {(r.group, *r.tokens[: n + 1].tolist()) for r in rows for n in r.loss_positions}
+    assert heads == [len(distinct)] and len(distinct) < 0.6 * len(got) == 0.6 * len(one.slot_M)
+    first, which = one.distinct
+    assert torch.equal(one.predict_M[first][which], one.predict_M) and torch.equal(one.target_M[first][which], one.target_M)
+    assert len(torch.unique(entropy)) <= len(distinct)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(20, 200), st.booleans())
 def test_packs_hold_what_they_may_and_every_loss_token_once(seed, max_tokens, keep_groups):
@@ -219,6 +238,16 @@ def test_packs_hold_what_they_may_and_every_loss_token_once(seed, max_tokens, ke
                 seen = [*one.tokens_N[read.start : read.end].tolist(), *seen]
             whole = rows[int(flat.row_N[slot])].tokens.tolist()
             assert seen == whole[: len(seen)] and len(seen) == int(flat.position_N[slot])
+
+
+def test_a_group_is_cut_where_its_branches_part():
+    """Attempts of two branches, in turn, that fit two packs: each branch is computed in one of them."""
+    rng = np.random.default_rng(0)
+    branches = rng.integers(3, VOCAB, (2, 60)).tolist()
+    rows = [row([*branches[i % 2], *rng.integers(3, VOCAB, 10).tolist()], [*range(60, 70)]) for i in range(6)]
+    first, second = pack(rows, 100)
+    assert sorted(map(sorted, (first.row_indices, second.row_indices))) == [[0, 2, 4], [1, 3, 5]]
+    assert first.num_tokens == second.num_tokens == 60 + 3 * 9
 
 
 def test_a_thousand_nested_rows_are_one_chain():

@@ -115,7 +115,7 @@ class EngineStats:
     prefill_tokens: int = 0
     """Tokens run through the model as prompt."""
     cached_tokens: int = 0
-    """Prompt tokens that were found in the cache instead."""
+    """Prompt tokens that were found in the cache instead, or computed for another request with the same ones."""
     decode_tokens: int = 0
     evictions: int = 0
     """Idle sessions that lost their cache to another request."""

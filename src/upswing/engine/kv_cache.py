@@ -135,11 +135,11 @@ class CachedAttention:
         slots, starts, counts, offsets = (np.array(column) for column in zip(*(s[:4] for s in segments), strict=True))
         num_tokens = int(counts.sum())
         positions = np.arange(num_tokens) + np.repeat(starts - offsets, counts)
-        # Where each token is written: to its own slot, and to its twins'.
+        # Where each token is written: to its own slot, and single ones to their twins' too.
         index = np.stack([np.arange(num_tokens), np.repeat(slots, counts), positions])
-        twins = [(twin, *segment[1:4]) for segment in segments for twin in segment.twins]
+        twins = [(s.offset, twin, s.start) for s in segments if s.num_tokens == 1 for twin in s.twins]
         if twins:
-            index = np.concatenate([index, _twin_index(*np.array(twins).T)], 1)
+            index = np.concatenate([index, np.array(twins).T], 1)
         self._tokens, self._slots, self._positions = torch.from_numpy(index).to(like.device)  # one transfer
         self.positions_N = self._positions[:num_tokens]
         slots, starts = slots[len(self._long) :], starts[len(self._long) :]
@@ -153,6 +153,10 @@ class CachedAttention:
         cached = self._cache.layers[layer]
         new = torch.stack((k[0], v[0])).permute(2, 0, 1, 3)
         cached[:, self._slots, :, self._positions] = new if len(new) == len(self._tokens) else new[self._tokens]
+        for segment, _ in self._long:  # copied, since an index would first gather twins x tokens of them
+            span = slice(segment.start, segment.start + segment.num_tokens)
+            for twin in segment.twins:
+                cached[:, twin, :, span] = cached[:, segment.slot, :, span]
         outs = [self._attend_segment(cached, segment, mask, q, scaling) for segment, mask in self._long]
         outs += self._attend_singles(cached, q, scaling)
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
@@ -193,12 +197,6 @@ class CachedAttention:
             if run.inside is not None:
                 attended = attended[run.inside]
             yield attended.flatten(1, 2)
-
-
-def _twin_index(slots: Int64N, starts: Int64N, counts: Int64N, offsets: Int64N) -> Int64N:
-    """[3, M]: packed token, slot and position of every key that is written for twins."""
-    within = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
-    return np.stack([within + np.repeat(offsets, counts), np.repeat(slots, counts), within + np.repeat(starts, counts)])
 
 
 def _split_runs(slots: Sequence[int], max_gap: int) -> list[slice]:

@@ -30,6 +30,8 @@ class Request:
     future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     slot: Slot = field(default_factory=lambda: Slot(-1))
     """Until it runs an empty one that is not in the table."""
+    alike: int = -1
+    """Running requests with the same number have the very same tokens."""
     tokens: list[int] = field(default_factory=list)
     engine_logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)

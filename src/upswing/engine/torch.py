@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,6 +90,7 @@ class TorchEngine:
             raise ConfigError(f"kv_memory_gb is {kv_memory_gb:g}; 2 tokens of {self._cache.token_bytes} bytes must fit")
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
+        self._numbers = itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests: set[Request] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upswing-engine")
@@ -354,18 +356,19 @@ class TorchEngine:
     def _prefix_is_coming(self, request: Request, prefilling: Sequence[Request]) -> bool:
         """Whether one of those `prefilling` has more of it than the cache does, but hasn't computed it yet.
 
-        Nobody waits for one with the very same tokens: they are computed together.
+        Nobody waits for one with the very same tokens that stands where it would begin: they are computed together.
         """
         if not prefilling:
             return False
         sequence = request.sequence[: request.length]
-        more = self._slots.longest_match(sequence) + MIN_SHARED
+        cached = self._slots.longest_match(sequence)
+        begin, more = cached if cached >= MIN_SHARED else 0, cached + MIN_SHARED
         if more >= len(sequence):
             return False
         begins, last = sequence[:more], sequence.item(more - 1)  # which tells most apart
         able = (r for r in prefilling if r.length >= more and r.sequence.item(more - 1) == last)
         sharing = [r for r in able if common_prefix(r.sequence, begins) == more]
-        return bool(sharing) and not any(np.array_equal(r.sequence[: r.length], sequence) for r in sharing)
+        return bool(sharing) and not any(r.slot.length == begin and _same_tokens(r, request) for r in sharing)
 
     def _place(self, request: Request, positions: int) -> None:
         """Give it a slot; all slots need `positions`."""
@@ -380,6 +383,8 @@ class TorchEngine:
             request.slot.length = shared
         request.slot.sequence = request.sequence  # which has room for more
         self.stats.cached_tokens += shared
+        alike = next((r.alike for r in self._active if _same_tokens(r, request)), None)
+        request.alike = next(self._numbers) if alike is None else alike
         self._active.append(request)
 
     def _make_room(self) -> None:
@@ -418,9 +423,9 @@ class TorchEngine:
     def _plan(self) -> list[tuple[list[Request], int]]:
         """Who runs, those with the same tokens as one, and with how many: long ones first, then single tokens ascending
         by slot."""
-        alike: dict[tuple[int, bytes], list[Request]] = {}
+        alike: dict[tuple[int, int], list[Request]] = {}
         for request in self._active:
-            alike.setdefault((request.slot.length, request.sequence[: request.length].tobytes()), []).append(request)
+            alike.setdefault((request.alike, request.slot.length), []).append(request)
         singles: list[tuple[list[Request], int]] = []
         long: list[tuple[list[Request], int]] = []
         budget = self.prefill_chunk
@@ -453,9 +458,17 @@ class TorchEngine:
         sampled = sample(logits_UV, [r.sampling for r in ready], [r.rng.random() for r in ready], rows)
         drawn = zip(ready, sampled.tokens, sampled.logprobs, sampled.entropies, strict=True)
         finished = [r for r, token, logprob, entropy in drawn if r.add(token, logprob, entropy, self.version)]
+        parted: dict[tuple[int, int], int] = {}
+        for request in ready:
+            request.alike = parted.setdefault((request.alike, request.tokens[-1]), next(self._numbers))
         for request in finished:
             self._leave(request, keep=True)
         return finished
+
+
+def _same_tokens(a: Request, b: Request) -> bool:
+    same = a.length == b.length and a.sequence[a.length - 1] == b.sequence[b.length - 1]  # which tells most apart
+    return bool(same) and np.array_equal(a.sequence[: a.length], b.sequence[: b.length])
 
 
 def _pack(batch: Iterable[tuple[Sequence[Request], int]]) -> tuple[list[Segment], Int32T, list[int]]:

@@ -1,6 +1,6 @@
 """The training forward: a pack in, log-probs and entropies (or a critic's values) of its loss tokens out.
 
-Axis letters: N tokens of a pack, M its loss tokens, Hq and Hkv heads, D head size, H hidden size.
+Axis letters: N tokens of a pack, M its loss tokens, U the distinct ones of them, Hq and Hkv heads, D head size, H hidden size.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def packed_hidden(model: Any, pack: Pack) -> torch.Tensor:
 def packed_forward(model: Any, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """policy_logprobs [M] and entropy [M] of the loss tokens of `pack`, under softmax(logits / temperature).
 
-    The head runs only where a loss token is predicted.
+    The head runs only where a loss token is predicted, and once for those that several rows have in common.
     """
     return head_logprobs(model, packed_hidden(model, pack), pack, temperature)
 
@@ -133,8 +133,15 @@ def head_logprobs(
     model: Any, hidden_MH: torch.Tensor, pack: Pack, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `packed_forward`, from the hidden states of `packed_hidden`."""
-    head = model.get_output_embeddings()
-    return token_logprobs(hidden_MH, head.weight, head.bias, pack.target_M.to(hidden_MH.device), temperature)
+    head, device = model.get_output_embeddings(), hidden_MH.device
+    first_U, which_M = (indices.to(device) for indices in pack.distinct)
+    target_M = pack.target_M.to(device)
+    if len(first_U) == len(which_M):
+        return token_logprobs(hidden_MH, head.weight, head.bias, target_M, temperature)
+    hidden_UH = hidden_MH.index_select(0, first_U)
+    found = token_logprobs(hidden_UH, head.weight, head.bias, target_M.index_select(0, first_U), temperature)
+    logprobs_M, entropy_M = (values_U.index_select(0, which_M) for values_U in found)
+    return logprobs_M, entropy_M
 
 
 def packed_values(model: Any, pack: Pack) -> torch.Tensor:

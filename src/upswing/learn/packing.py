@@ -6,14 +6,15 @@ of one group begin with beyond that is a tree: the question, and as far as some 
 call, and its result) each stretch once, trained tokens too; the rest of each row is its own. Only what some loss token
 needs is kept: a row ends just before its last loss token, since that token itself predicts nothing that is trained.
 
-Axis letters: N tokens of a pack, M loss tokens predicted in a pack.
+Axis letters: N tokens of a pack, M loss tokens predicted in a pack, U distinct ones.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,6 +57,16 @@ class Pack:
     def num_tokens(self) -> int:
         return len(self.tokens_N)
 
+    @cached_property
+    def distinct(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [U], [M]: a loss token of each predicting position and target; which of these each loss token is.
+
+        Attempts that are alike have many in common.
+        """
+        pairs = np.stack([self.predict_M.numpy(), self.target_M.numpy()])
+        _, first, which = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+        return torch.from_numpy(first), torch.from_numpy(which.reshape(-1))
+
     @property
     def num_copied(self) -> int:
         """Tokens whose keys and values attention copies: the whole chain's, for each segment with a prefix."""
@@ -88,17 +99,13 @@ class _Stretch:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Unit:
     """Rows of one group that go into one pack together."""
 
-    items: tuple[_Item, ...]
-    stretches: frozenset[_Stretch]
-
-    @property
-    def size(self) -> int:
-        """Tokens that they take. Units that meet in a pack never need more than their sum: trees are whole groups'."""
-        return sum(stretch.end - stretch.start for stretch in self.stretches)
+    items: list[_Item]
+    size: int
+    """Tokens that they take. Units that meet in a pack never need more than their sum: trees are whole groups'."""
 
 
 def pack(
@@ -115,9 +122,7 @@ def pack(
     items = _items(rows, include)
     largest = sys.maxsize if keep_groups else max_tokens
     groups = _by_group(items).values()
-    for members in groups:
-        _grow(members)
-    units = [unit for members in groups for unit in _split_group(members, largest)]
+    units = [unit for members in groups for unit in _split_group(_grow(members), largest)]
     return [_build(members) for members in _first_fit(units, max_tokens)]
 
 
@@ -149,13 +154,15 @@ def _shared_length(items: Sequence[_Item], start: int = 0) -> int:
     return limit
 
 
-def _grow(items: Sequence[_Item]) -> None:
-    """Give the rows of a group their paths."""
+def _grow(items: Sequence[_Item]) -> list[_Item]:
+    """Give the rows of a group their paths; returns them branch by branch."""
+    grown: list[_Item] = []
     growing: list[tuple[Sequence[_Item], int, tuple[_Stretch, ...]]] = [(items, 0, ())]
     while growing:  # not by recursion: an agent of a thousand turns may have a row for each, all nested
         members, start, path = growing.pop()
         if len(members) == 1:
             members[0].path = (*path, _Stretch(start=start, end=members[0].needed))
+            grown.append(members[0])
             continue
         end = _shared_length(members, start)
         if end >= start + MIN_SHARED:
@@ -165,19 +172,23 @@ def _grow(items: Sequence[_Item]) -> None:
             following = item.tokens[start : min(start + MIN_SHARED, item.needed)]
             # Too little to share: on its own.
             branches.setdefault(following.tobytes() if len(following) == MIN_SHARED else item.index, []).append(item)
-        growing += [(branch, start, path) for branch in branches.values()]
+        growing += [(branch, start, path) for branch in reversed(branches.values())]
+    return grown
 
 
 def _split_group(items: list[_Item], max_tokens: int) -> list[_Unit]:
     """Cut a group into units that fit a pack, in order."""
     units: list[_Unit] = []
+    held: set[_Stretch] = set()  # by the last unit
     for item in items:
-        if units:
-            more = replace(units[-1], items=(*units[-1].items, item), stretches=units[-1].stretches | {*item.path})
-            if more.size <= max_tokens:
-                units[-1] = more
-                continue
-        units.append(_Unit(items=(item,), stretches=frozenset(item.path)))
+        more = sum(stretch.end - stretch.start for stretch in item.path if stretch not in held)
+        if units and units[-1].size + more <= max_tokens:
+            units[-1].items.append(item)
+            units[-1].size += more
+            held.update(item.path)
+        else:
+            units.append(_Unit(items=[item], size=item.needed))
+            held = {*item.path}
     return units
 
 

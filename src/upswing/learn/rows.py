@@ -37,7 +37,7 @@ class TrainRow:
     old_values: Float32T | None = None
     """[T] what it said when the batch was sampled."""
     group: int = 0
-    """Rows of one group are packed together, so that a prompt that they share is computed once."""
+    """Rows of one group are packed together, so that what they have alike (a prompt, a call) is computed once."""
     trajectory: int = -1
     """Rows of one trajectory count as one sequence in the `seq-mean-*` aggregations; -1: the row is its own."""
 
