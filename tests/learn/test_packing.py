@@ -215,7 +215,7 @@ def test_the_head_runs_once_for_what_rows_have_in_common(monkeypatch):
     distinct = {(r.group, *r.tokens[: n + 1].tolist()) for r in rows for n in r.loss_positions}
     assert heads == [len(distinct)] and len(distinct) < 0.6 * len(got) == 0.6 * len(one.slot_M)
     first, which = one.distinct
-    assert torch.equal(one.predict_M[first][which], one.predict_M) and torch.equal(one.target_M[first][which], one.target_M)
+    assert all(torch.equal(given[first][which], given) for given in (one.predict_M, one.target_M))
     assert len(torch.unique(entropy)) <= len(distinct)
 
 

@@ -1,6 +1,7 @@
 """The training forward: a pack in, log-probs and entropies (or a critic's values) of its loss tokens out.
 
-Axis letters: N tokens of a pack, M its loss tokens, U the distinct ones of them, Hq and Hkv heads, D head size, H hidden size.
+Axis letters: N tokens of a pack, M its loss tokens, U the distinct ones of them, Hq and Hkv heads, D head
+size, H hidden size.
 """
 
 from __future__ import annotations
