@@ -22,8 +22,8 @@ class TrainStage(Section):
     weight_decay: NotNegative = opt(0.0, "AdamW weight decay.")
     grad_clip: Positive = opt(1.0, "Largest gradient norm; larger ones are scaled down.")
     max_tokens_per_pack: Count | None = null(
-        "Tokens a packed forward may hold (a row or pair is never cut); bounds memory. null: 1024 on a "
-        "CPU, 8192 on a GPU."
+        "Tokens a packed forward may hold (a row or pair is never cut); bounds memory, but for keys and "
+        "values that are copied where rows of a group part. null: 1024 on a CPU, 8192 on a GPU."
     )
     gradient_checkpointing: GradientCheckpointing = False
     lora: Lora = None
