@@ -217,8 +217,9 @@ class VllmServer(ModelServer):
         async def note(request: Request) -> JSONResponse:
             path, query = request.url.path, request.query_params
             self.calls.append(path)
-            if path in ("/pause", "/resume"):
-                await asyncio.sleep(30 * (self.stuck and path == "/pause"))
+            if path == "/pause" and self.stuck:  # whoever waited is gone by then: it would pause a later test
+                await asyncio.sleep(30)
+            elif path in ("/pause", "/resume"):
                 self.paused = path == "/pause"
             if path in ("/sleep", "/wake_up"):
                 assert path == "/wake_up" or query["mode"] == "keep"
@@ -313,8 +314,9 @@ class SglangServer(ModelServer):
         async def note(request: Request) -> JSONResponse:
             path = request.url.path
             self.calls.append(path)
-            if path == "/pause_generation":
-                await asyncio.sleep(30 * self.stuck)
+            if path == "/pause_generation" and self.stuck:
+                await asyncio.sleep(30)
+            elif path == "/pause_generation":
                 self.paused = (await request.json())["mode"]
                 while self.paused == "abort" and self.inside:
                     await asyncio.sleep(0.001)
